@@ -153,7 +153,7 @@ _exchanged: Callable[..., Any] = _collective(
 # Those that write a tensor, as torch.distributed has them.
 
 
-@dataclass
+@dataclass(eq=False)
 class TracedWork:
     """What ``async_op=True`` gives in a trace: see Note [Collectives in place]. Thunder returns dataclasses, too."""
 

@@ -21,7 +21,7 @@ import torch
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.causes import is_root, refuse_eager_ops
 from thunder_cg.analysis.classify import Pattern, UserRules, classify, is_known, shown, split_operators, unmatched
-from thunder_cg.analysis.collectives import coalesced, schedule_collectives
+from thunder_cg.analysis.collectives import coalesced, of_parallelism, schedule_collectives
 from thunder_cg.analysis.gradients import WrongGradient, lost_or_unsummed, overwritten, put_off, returned
 from thunder_cg.analysis.lost import constant, lost, uncalled, unrepeated
 from thunder_cg.analysis.ops import Ops, names_in, process_groups, read
@@ -309,18 +309,16 @@ class CudagraphTransform(compat.Transform):
         return Program(trace, regions, forward, self._shared, verifier, compilation, self._same_options(trace.ops))
 
     def _same_options(self, ops: Ops) -> SameOptions | None:
-        """Whether ranks have compiled a trace with the same options; None if it does not communicate."""
-        if not (groups := process_groups(ops.ops)):
+        """Whether ranks have compiled a trace with the same options; None if the order of its collectives is fixed."""
+        if not (groups := process_groups(of_parallelism(ops))):
             return None
         data, options = compat.get_compile_data(), self.options
-        # Dynamo may compile a graph anew on one rank alone, so all of its graphs are one function.
-        function = self._shared.arenas if isinstance(data.fn, torch.fx.GraphModule) else data
         executors = (each for each in data.executors_list if not isinstance(each, compat.TemporaryExecutor))
         counted = {name: ", ".join(sorted(map(shown, getattr(options, name)))) for name in ("allow", "deny")}
         counted = {name: f"[{names}]" for name, names in counted.items()}
         counted |= {"executors": str([each.name for each in executors])}
         counted |= {"capture_collectives": repr(options.capture_collectives)}
-        return SameOptions(groups, function, counted, waits=options.capture_collectives != "never")
+        return SameOptions(groups, data, counted, waits=options.capture_collectives != "never")
 
     def _log_compiled(self, program: Program, took: int) -> None:
         """Says what was compiled, and warns once of each cause of an eager operator that has a fix."""

@@ -12,8 +12,10 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import thunder
 import torch
 from ranks import Ranks
+from thunder.distributed import ddp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from thunder_cg.errors import CaptureError
@@ -236,6 +238,28 @@ def test_ranks_that_have_compiled_otherwise(ranks: Ranks, what: str, said: str) 
     assert len(first) == 2 and first[0] == first[1] and re.search(said, first[0]), first
     assert first[0].endswith("compile it on all ranks alike")
     assert all("rank 0 has " in each for each in second) and len(second) == (0 if what == "no transform" else 2)
+
+
+def other_options_without_graphs() -> tuple[int, str]:
+    """How many regions a module has, and what its backward raises."""
+    import parallel
+
+    from thunder_cg.errors import OptionsDiffer
+
+    operators = ["shallow_copy", "torch.nn.functional.linear", "torch.matmul", "torch.sum", "torch.true_divide"]
+    operators += ["torch.permute", "torch_all_reduce_prim_impl", "torch_wait_prim_impl"]
+    transform = parallel.transform(deny=operators[: None if parallel.RANK() == 1 else -2])
+    compiled = ddp(thunder.jit(torch.nn.Linear(3, 3).to(parallel.device()), transforms=[transform]))
+    with pytest.raises(OptionsDiffer) as caught:
+        compiled(torch.ones(2, 3, device=parallel.device())).sum().backward()
+    return parallel.summary(compiled)[1]["regions"], str(caught.value)
+
+
+def test_ranks_without_graphs_that_have_compiled_otherwise(ranks: Ranks) -> None:
+    """Rank 0 has collectives in a region, and rank 1 has no region."""
+    first, second = ranks.run(other_options_without_graphs)
+    assert first[0] and not second[0], (first, second)
+    assert "rank 1 has deny=[" in first[1] and "rank 0 has deny=[" in second[1]
 
 
 class CountedStore:

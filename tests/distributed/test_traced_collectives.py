@@ -148,6 +148,31 @@ def test_a_handle_may_be_returned(ranks: Ranks) -> None:
         assert not differing and trace["eager"] == [] and trace["replays"] == [3]
 
 
+def beside_python() -> int:
+    """How many results differ where rank 1 has compiled a function, and then runs it in Python, as Dynamo may."""
+    import parallel
+
+    group = dist.new_group([0, 1])
+
+    def reverses(x: torch.Tensor) -> torch.Tensor:
+        """What is there first is communicated last."""
+        parts = [torch.sin(x[: i + 1]) for i in range(4)]
+        squares = [part * part for part in parts]
+        sums = [functional.all_reduce(part, "sum", group) for part in reversed(parts)]
+        return torch.cat(squares + sums)
+
+    compiled = thunder.jit(reverses, transforms=[parallel.transform(capture_collectives="always")])
+    expected, found = [reverses(batch) for batch in batches(6)], []
+    for step, batch in enumerate(batches(6)):
+        found.append((reverses if step and parallel.RANK() == 1 else compiled)(batch))
+    dist.destroy_process_group(group)
+    return parallel.differing(found, expected)
+
+
+def test_collectives_of_the_user_keep_their_order(ranks: Ranks) -> None:
+    assert ranks.run(beside_python) == [0, 0]
+
+
 def test_what_is_done_at_once_runs_beside_what_follows(ranks: Ranks) -> None:
     """The exchange of `exchanges` is read last, and the sine of it was computed before."""
     for _, _, text in ranks.run(called, "exchanges", "jit"):

@@ -5,13 +5,22 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from itertools import pairwise
 
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.dependencies import dependencies
 from thunder_cg.analysis.ops import Op, Ops, Value, process_groups, read
 from thunder_cg.compat import thunder as compat
 
-__all__ = ["Scheduler", "coalesced", "in_order", "schedule", "schedule_collectives", "waits_before_writes"]
+__all__ = [
+    "Scheduler",
+    "coalesced",
+    "in_order",
+    "of_parallelism",
+    "schedule",
+    "schedule_collectives",
+    "waits_before_writes",
+]
 
 # Bytes of gathers that are issued ahead of their first use, and of reductions that nobody has waited for yet. A link of
 # 50 GB/s takes more than a millisecond for so much, which hides the launch and latency of the next collective. More
@@ -33,6 +42,9 @@ _REDUCTIONS = frozenset({"torch_all_reduce_prim_impl", "torch_reduce_scatter_pri
 # must be issued before the op. Ops that only lead to one collective, such as the division by the number of ranks, move
 # with it. All other ops keep their order. So no value lives longer than in the trace as it was, in which all gathers
 # come first and all reductions last, except what a collective holds while it is in flight, which is bounded.
+#
+# The user's own collectives keep their order, and each has a launch of its own: another rank may make them in Python,
+# where Dynamo has given up compiling.
 #
 # Where a forward writes an argument, as batch norm does, all arguments count as one memory. Gathers then stay before
 # the first such write, and waits on their side of each.
@@ -117,6 +129,15 @@ def coalesced(ops: Sequence[Op], values: Mapping[str, Value]) -> list[list[int]]
     return launches
 
 
+def of_parallelism(ops: Ops) -> list[Op]:
+    """The collectives of Thunder's own parallelism, which another op waits for; all others are the user's."""
+    return [
+        op
+        for op in ops.ops
+        if op.id in _GATHERS | _REDUCTIONS and any(ops.values[name].kind == "future" for name in op.outputs)
+    ]
+
+
 def _coalesced_kind(op: Op, values: Mapping[str, Value]) -> Hashable:
     """What collectives that are coalesced have in common; None for an op that is launched by itself."""
     if op.id not in _GATHERS | _REDUCTIONS or any(values[name].kind != "future" for name in op.outputs):
@@ -141,6 +162,9 @@ class Scheduler:
         for index, earlier in enumerate(self.before):
             for other in earlier:
                 self._after[other].append(index)
+        users = aliasing.collectives.difference(op.index for op in of_parallelism(ops))
+        for first, second in pairwise(sorted(users)):
+            self.before[second] = sorted({*self.before[second], first})
         issued = [index for index in sorted(aliasing.collectives) if self._futures(ops.ops[index].outputs)]
         self._issuer = {name: index for index in issued for name in self._futures(ops.ops[index].outputs)}
         self.waits: dict[int, list[int]] = {index: [] for index in issued}  # of each asynchronous collective

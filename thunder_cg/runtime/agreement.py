@@ -7,8 +7,8 @@ Note [Agreement of ranks]
     Whoever captures in such a call puts a vote into the group's store and waits for those of the other ranks: once
     before the capture, once after it. Whoever neither captures nor replays puts down why, and waits for nobody. A rank
     that replays says nothing, so steady calls cost next to nothing. Who waits for it, or for a late one, runs eagerly
-    after a while, and asks again at a later call, for half as long after each time-out, down to a poll. So one rank
-    that differs costs little, and all of them can agree again whenever they do the same.
+    after a while, and asks again at a later call, for half as long after each time-out, down to a poll, and for longer
+    once they have agreed. So one rank that differs costs little, and all can agree again whenever they do the same.
 
 Note [Meetings]
     A rank that needs a capture while the others replay would stay eager, and all would wait for it. So it asks for a
@@ -36,12 +36,13 @@ Note [Steps that communicate]
     communicates in shows when it runs in Python: each group counts what PyTorch issues, and what programs do in it.
 
 Note [Same options]
-    The order of collectives, and which of them one launch makes, follow from the trace, from the executors and from
-    options. Ranks that differ there would mix up their tensors, and NCCL may not notice. So when a function first
-    communicates in a group, each rank puts its options into the group's store, and compares those of all others. The
-    functions of a group are numbered in the order in which they first do so, which is that of all ranks. A rank waits
-    for the others as long as a collective does: they may be late, and one that has compiled without the transform, and
-    has Thunder's order, never answers. Later versions of a function, for other shapes, ask nothing.
+    The order of the collectives of Thunder's parallelism, and which of them one launch makes, follow from the trace,
+    from the executors and from options. Ranks that differ there would mix up their tensors, and NCCL may not notice. So
+    when a function first has such collectives in a group, each rank puts its options into the group's store, and
+    compares those of all others. The functions of a group are numbered in the order in which they first do so, which is
+    that of all ranks. A rank waits for the others as long as a collective does: they may be late, and one that has
+    compiled without the transform, and has Thunder's order, never answers. Later versions of a function, for other
+    shapes, ask nothing. The user's own collectives keep their order and have launches of their own, with any options.
 
 Note [The end of a group]
     NCCL's communicator waits, on its way out, until all graphs that hold it are gone. So before a group is shut down or
@@ -105,7 +106,7 @@ class _GroupState:
         self.meeting = 0  # the last call of the meeting that is or was
         self.next_request, self.pause = 0, 1  # the call after which this rank may ask for a meeting, and periods then
         self.is_closed = False  # whether it has been shut down or aborted
-        self.functions = 0  # that have communicated in it: see Note [Same options]
+        self.functions = 0  # with Thunder's collectives in it, that have been called: see Note [Same options]
         self.holders: weakref.WeakSet[HoldsGroups] = weakref.WeakSet()
         self.keep_eager: weakref.WeakSet[object] = weakref.WeakSet()  # programs that no graph is to hold
 
@@ -407,14 +408,14 @@ class Collectives:
 
 
 _functions: weakref.WeakKeyDictionary[object, weakref.WeakKeyDictionary[ProcessGroup, str]]
-_functions = weakref.WeakKeyDictionary()  # for each group that they communicate in, how the options of ranks differ
+_functions = weakref.WeakKeyDictionary()  # for each group of Thunder's collectives, how the options of ranks differ
 
 
 class SameOptions:
     """Whether all ranks have compiled a function with the same options. See Note [Same options].
 
     Args:
-        groups: that a version of the function communicates in.
+        groups: of Thunder's collectives in a version of the function.
         function: stands for it, for all its versions.
         options: those that count, by name.
         waits: whether it matters on this rank, or other ranks only hear of its options.

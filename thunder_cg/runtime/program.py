@@ -89,7 +89,7 @@ class Program:
 
     Args:
         regions: those of the trace's plan, in order.
-        same_options: of the ranks, if it communicates.
+        same_options: of the ranks, if these give its collectives their order.
         forward: of a backward, the program of its forward, with which it is a pair.
     """
 

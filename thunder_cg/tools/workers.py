@@ -291,9 +291,9 @@ class Workers(Generic[T]):
             yield self._finish(worker)
 
     def where(self) -> list[tuple[T, str]]:
-        """What those run that are at work."""
+        """What those do that are at work: what they reported last, and what they run."""
         at_work = [(worker, worker.answer) for worker in self._workers if worker.answer is not None and worker.ready]
-        return [(answer.task, worker.where()) for worker, answer in at_work]
+        return [(answer.task, ", ".join(filter(None, (worker.stage, worker.where())))) for worker, answer in at_work]
 
     def _died(self, worker: _Worker[T], how: str, *, hangs: bool = False) -> Answer[T]:
         with open(worker.output.name, encoding="utf-8", errors="replace") as file:

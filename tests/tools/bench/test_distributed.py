@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from thunder_cg import __main__ as command_line
-from thunder_cg.tools.bench import rank_run
+from thunder_cg.tools.bench import distributed as bench_distributed, rank_run
 from thunder_cg.tools.bench.distributed import RankRow, _template, under_way
 from thunder_cg.tools.bench.parallel import (
     COLLECTIVES_EAGER,
@@ -125,6 +125,23 @@ def test_a_variant_that_hangs_costs_its_row(
     assert "| thunder | rank 0: no result within 90 s, in wait |" in capsys.readouterr().out
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
     assert {row["variant"]: bool(row["failure"]) for row in rows} == {each: each == THUNDER for each in asked[0]}
+
+
+def test_a_rank_says_what_was_raised_before_it_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their GPUs may wait for it for ever."""
+    order: list[str] = []
+
+    def everyone(value: Any, control: Any) -> list[Any]:
+        order.append("waits")
+        return ["", value]
+
+    def raises() -> None:
+        raise ValueError("no luck")
+
+    monkeypatch.setattr(bench_distributed, "_everyone", everyone)
+    control: Any = None
+    assert bench_distributed._failure(raises, control, order.append) == "rank 1: ValueError: no luck"
+    assert order == ["ValueError: no luck", "waits"]
 
 
 def test_a_variant_that_is_under_way_is_known() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -225,17 +226,20 @@ class _Measurement:
             with _on_all_ranks(self._turns.alone(), self._control), frozen_objects():
                 for turn in range(ROUNDS):
                     for name in [*self._contenders]:
-                        stage = f"{self._case.name}: turn {turn + 1} of {ROUNDS}{_VARIANT}{name}"
-                        self._supervisor.report(stage, timeout=TURN_TIMEOUT)
+                        self._begin(f"turn {turn + 1} of {ROUNDS}{_VARIANT}{name}", TURN_TIMEOUT)
                         self._take_turn(name)
             self._supervisor.report(f"{self._case.name}: ending", ticks=0)  # which has no time-out
             for name, contender in self._contenders.items():
                 _fill(self._rows[name], contender, self._control)
         return [*self._rows.values()]
 
+    def _begin(self, stage: str, timeout: float = math.inf) -> None:
+        self._stage = stage
+        self._supervisor.report(f"{self._case.name}: {stage}", timeout=timeout)
+
     def _prepare(self, names: Sequence[str]) -> None:
         for name in names:
-            self._supervisor.report(f"{self._case.name}: preparing{_VARIANT}{name}")
+            self._begin(f"preparing{_VARIANT}{name}")
             with _on_all_ranks(self._turns.at_work(), self._control):
                 self._try(name, partial(self._prepare_one, name))
 
@@ -251,7 +255,11 @@ class _Measurement:
 
     def _try(self, name: str, work: Callable[[], None]) -> bool:
         """Does something with a variant; leaves it out if that fails."""
-        self._rows[name].failure = failure = _failure(work, self._control)
+
+        def said(failure: str) -> None:  # at once: the GPU of another rank may wait for this one for ever
+            self._supervisor.report(f"{failure}, {self._stage}", ticks=0, timeout=TURN_TIMEOUT)
+
+        self._rows[name].failure = failure = _failure(work, self._control, said)
         if failure:
             self._contenders.pop(name, None)
         return not failure
@@ -266,13 +274,13 @@ def _on_all_ranks(turn: AbstractContextManager[None], control: dist.ProcessGroup
         dist.barrier(group=control)
 
 
-def _failure(work: Callable[[], None], control: dist.ProcessGroup) -> str:
-    """Does something on each rank. Returns which rank failed, and why; "" if none did."""
+def _failure(work: Callable[[], None], control: dist.ProcessGroup, said: Callable[[str], None]) -> str:
+    """Does something on each rank. Returns which rank failed, and why; "" if none did. That rank tells ``said``."""
     failure = ""
     try:
         work()
     except Exception as error:
-        failure = failure_text(error)
+        said(failure := failure_text(error))
     return next((f"rank {i}: {each}" for i, each in enumerate(_everyone(failure, control)) if each), "")
 
 
