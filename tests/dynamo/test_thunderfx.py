@@ -926,3 +926,38 @@ def test_what_to_do_about_compilations(values, condition, fix):
         compiled(torch.ones(2, dtype=value if is_dtype else None), None if is_dtype else value)
     said = str(explain(compiled))
     assert condition in said and f"To have fewer: {fix}" in said
+
+
+def _scales(y):
+    y.data.mul_(2)
+    return torch.tanh(y)
+
+
+def _clamps(y):
+    data = y.data
+    data.clamp_(-1, 1)
+    return torch.tanh(y) + data
+
+
+def _sets(y):
+    y.data[:, 0] = 0
+    return torch.tanh(y)
+
+
+@pytest.mark.parametrize("function", [_scales, _clamps, _sets])
+def test_what_is_written_through_data_keeps_its_gradient(pair, device, function):
+    """In Thunder's own thunderfx, it has none."""
+
+    class Writes(nn.Linear):
+        def forward(self, x):
+            return function(super().forward(x))
+
+    model, _, _, graphed = pair(Writes(4, 4))
+    twin = graphed._func._orig_mod
+    for _ in range(4):
+        x = torch.randn(2, 4, device=device)
+        results = [each(x) for each in (model, graphed)]
+        torch.testing.assert_close(*results)
+        for result in results:
+            result.sum().backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])

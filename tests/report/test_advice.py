@@ -559,3 +559,17 @@ def test_data_of_a_tensor_is_detached(monkeypatch):
         found = explain(compiled).outside
         assert (not found) if function is scales else found[0].reason.endswith("write to x under torch.no_grad()")
         assert function is scales or found[0].operator == "Tensor.data"
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        ({"device": "meta"}, "move the inputs to the device of the parameters"),
+        ({"dtype": torch.float64}, "cast the in"),
+    ],
+)
+def test_advice_for_inputs_that_do_not_fit_the_parameters(options, advice):
+    compiled = thunder.jit(torch.nn.Linear(4, 4), transforms=[cudagraph_transform(backend="tape")])
+    with pytest.raises(RuntimeError):
+        compiled(torch.ones(2, 4, **options))
+    assert advice in str(explain(compiled))

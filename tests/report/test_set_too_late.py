@@ -51,6 +51,17 @@ def test_attributes_of_the_compiled_module_and_new_parts_of_the_model(jitted, de
     assert explain(jitted).differs == (weight,)
 
 
+def test_a_buffer_that_is_replaced(jitted, device, caplog):
+    model, x = jitted._model, torch.ones(2, 4, device=device)
+    before = jitted(x)
+    model.shift = torch.zeros(4, device=device)
+    assert torch.equal(jitted(x), before)
+    (said,) = explain(jitted).differs
+    assert said.startswith("Scaled.shift was added, removed or replaced") and caplog.messages == [said]
+    jitted.get_buffer("shift").copy_(model.shift)
+    torch.testing.assert_close(jitted(x), model(x))
+
+
 def test_hooks_that_come_after_the_first_call(jitted, device):
     calls = []
     handle = jitted._model.layers[0].register_forward_hook(lambda *args: calls.append(1))

@@ -100,6 +100,14 @@ _HINTS = (
         "for a FlopCounterMode, whose hooks of modules Thunder would trace, call the compiled module once before",
     ),
     _Hint(
+        (r"\.device=.* to be the same",),
+        "for tensors on two devices, move the inputs to the device of the parameters, and make new tensors there",
+    ),
+    _Hint(
+        (r"\.dtype=.* to be the same",),
+        "for tensors of two dtypes, cast the inputs to that of the parameters, or call it under torch.autocast",
+    ),
+    _Hint(
         ("mark_non_differentiable",), "for hooks on gradients of a module, use thunder_cg.thunderfx, which calls them"
     ),
     _Hint(

@@ -13,8 +13,8 @@ from functools import partial, wraps
 from operator import attrgetter
 from traceback import walk_tb
 from types import FrameType
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import thunder
 import torch
@@ -205,15 +205,16 @@ def changed_since_compiled(module: ThunderModule) -> dict[str, list[str]]:
 
     Returns:
         Two lists of names: attributes of the model that the compiled module has besides; and parts of the model that
-        are others now: submodules, hooks, and parameters if no other transform has a say in these.
+        are others now: submodules, buffers, hooks, and parameters if no other transform has a say in these.
     """
     model = original_module(module)
     mine, its = ({*vars(each), *each._modules, *each._parameters, *each._buffers} for each in (module, model))
     now = dict(model.named_modules())
-    before = getattr(dispatch_of(module), "parts", None) or now
-    others = [name for name in {**before, **now} if before.get(name) is not now.get(name)]
-    hooks = getattr(dispatch_of(module), "hooks", None) or {}
-    hooked = [name for name, those in hooks_of(model).items() if those != hooks.get(name, those)]
+    before: ModelParts = getattr(dispatch_of(module), "parts", None) or ModelParts.of(model)
+    others = [name for name in {**before.modules, **now} if before.modules.get(name) is not now.get(name)]
+    others += [name for name, each in model.named_buffers() if before.buffers.get(name) is not each]
+    hooks = before.hooks
+    hooked = [name for name, each in now.items() if _hooks_of(each) != hooks.get(name, _hooks_of(each))]
     others += [f"{name}._forward_hooks".lstrip(".") for name in hooked]
     if has_parameters_of(module, model):
         known = module_parameters(module)
@@ -223,9 +224,23 @@ def changed_since_compiled(module: ThunderModule) -> dict[str, list[str]]:
     return {"attributes": sorted(attributes), "parts": outer}
 
 
-def hooks_of(model: torch.nn.Module) -> dict[str, list[int]]:
-    """The numbers of the hooks around the forward of each submodule, which Thunder traces."""
-    return {name: [*each._forward_hooks, *each._forward_pre_hooks] for name, each in model.named_modules()}
+class ModelParts(NamedTuple):
+    """What a model has besides parameters, by name: hooks by numbers, of each submodule. It keeps nothing alive."""
+
+    modules: WeakValueDictionary[str, torch.nn.Module]
+    buffers: WeakValueDictionary[str, torch.Tensor]
+    hooks: dict[str, list[int]]
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> ModelParts:
+        """Those that there are now."""
+        hooks = {name: _hooks_of(each) for name, each in model.named_modules()}
+        return cls(WeakValueDictionary(model.named_modules()), WeakValueDictionary(model.named_buffers()), hooks)
+
+
+def _hooks_of(module: torch.nn.Module) -> list[int]:
+    """Those around its forward, which Thunder traces."""
+    return [*module._forward_hooks, *module._forward_pre_hooks]
 
 
 def hooks_on_gradients(fn: Any) -> list[str]:

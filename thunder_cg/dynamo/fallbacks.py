@@ -267,13 +267,14 @@ def has_another_derivative(node: Node) -> bool:
 def _views_lost_before_writes(graph: Graph) -> Iterator[Node]:
     """Fallbacks that return views of memory that is written later, and that Thunder does not know as views by then.
 
-    It knows some of them, but none that it has differentiated.
+    It knows some of them, but none that it has differentiated. ``x.data`` is one that only Inductor gets.
     """
     trains = any(requires_grad(leaf) for node in graph.nodes for leaf in tree_leaves(example(node)))
     written: list[Any] = []
     for node in reversed(graph.nodes):
         function = fallback_of(node)
-        if function is not None and (trains or not is_known_view(function)):
+        is_fallback = function is not None and (trains or not is_known_view(function))
+        if is_fallback or node.target is GET_DATA:
             result = example(node)
             if shares_memory(written, result) and shares_memory(example(node.all_input_nodes), result):
                 yield node

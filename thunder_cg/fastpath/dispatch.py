@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
-from weakref import WeakMethod, WeakValueDictionary, ref
+from weakref import WeakMethod, ref
 
 import torch
 
@@ -161,8 +161,7 @@ class Dispatch:
         self._calls: list[FastPath] = []  # of all entries
         self._unsupported: list[CacheEntry] = []
         self._statistics = compat.compile_stats(module)
-        self.parts: Mapping[str, torch.nn.Module] | None = None  # of the model, when Thunder first compiled it
-        self.hooks: Mapping[str, list[int]] | None = None  # theirs, then
+        self.parts: compat.ModelParts | None = None  # of the model, when Thunder first compiled it
         self._known = 0  # how many cache entries there were
         # By the identity of each cache entry: itself, its checks, and whether it and an older one are exclusive.
         self._checks: dict[int, tuple[CacheEntry, PrologueChecks, dict[int, bool]]] = {}
@@ -200,9 +199,8 @@ class Dispatch:
             raise
         del nodes
         if self.parts is None and module is not None:
-            model = compat.original_module(module)
-            self.parts, self.hooks = WeakValueDictionary(model.named_modules()), compat.hooks_of(model)
-            watch(module, self.parts)
+            self.parts = compat.ModelParts.of(compat.original_module(module))
+            watch(module, self.parts.modules)
         return result
 
     def drop_discarded(self) -> None:

@@ -1,7 +1,8 @@
 """Warns of a part that a model gets after Thunder has compiled it: calls of the compiled module do not see it.
 
-PyTorch calls a hook wherever a module gets a parameter or a submodule, and each submodule of a compiled model is known
-here. Parameters count from ``thunder.jit`` on, which takes them, and submodules from the first call on, which traces.
+PyTorch calls a hook wherever a module gets a parameter, a buffer or a submodule, and each submodule of a compiled model
+is known here. Parameters and buffers count from ``thunder.jit`` on, which takes them, and submodules from the first
+call on, which traces.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _places: WeakKeyDictionary[torch.nn.Module, list[_Place]] = WeakKeyDictionary()
 
 
 def watch(module: ThunderModule, parts: Mapping[str, torch.nn.Module] | None = None) -> None:
-    """Warns from now on of parameters that the model of a compiled module gets.
+    """Warns from now on of parameters and buffers that the model of a compiled module gets.
 
     Args:
         parts: the submodules that Thunder has traced: warns of new ones, too.
@@ -52,11 +53,12 @@ def watch(module: ThunderModule, parts: Mapping[str, torch.nn.Module] | None = N
 
 @cache
 def _hook() -> None:
-    of_torch.register_module_parameter_registration_hook(partial(_registers, is_parameter=True))
-    of_torch.register_module_module_registration_hook(partial(_registers, is_parameter=False))
+    of_torch.register_module_parameter_registration_hook(partial(_registers, is_module=False))
+    of_torch.register_module_buffer_registration_hook(partial(_registers, is_module=False))
+    of_torch.register_module_module_registration_hook(partial(_registers, is_module=True))
 
 
-def _registers(owner: torch.nn.Module, name: str, value: object, *, is_parameter: bool) -> None:
+def _registers(owner: torch.nn.Module, name: str, value: object, *, is_module: bool) -> None:
     if torch.compiler.is_dynamo_compiling():  # it would guard all that is read here, of models that it has not met
         return
     for place in _places.get(owner, ()):
@@ -64,7 +66,7 @@ def _registers(owner: torch.nn.Module, name: str, value: object, *, is_parameter
         if module is None or getattr(owner, name, None) is value or current_trace() is not None:
             continue
         model, part = compat.original_module(module), f"{place.path}.{name}".lstrip(".")
-        is_seen = not compat.has_parameters_of(module, model) if is_parameter else not place.traced
+        is_seen = not place.traced if is_module else not compat.has_parameters_of(module, model)
         if not is_seen and part not in place.said:
             place.said.add(part)
             _logger.warning("%s", changed_part(name_of(model), part))

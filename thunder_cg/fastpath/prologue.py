@@ -54,7 +54,7 @@ class Metadata(NamedTuple):
         """AssertionError if ``tensor`` is anything else: Thunder then tries the next compiled function."""
         assert isinstance(tensor, torch.Tensor), f"expected a tensor, got a {type(tensor).__name__}"
         found = Metadata(tuple(tensor.shape), str(tensor.device), tensor.dtype, tensor.requires_grad)
-        assert found == self, f"expected {self}, got {found}"
+        assert found == self, f"expected {self}, got {found}; convert or move a model before thunder.jit compiles it"
 
 
 @dataclass(frozen=True, slots=True)

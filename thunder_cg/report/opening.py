@@ -29,6 +29,7 @@ _SIGNS = {  # of conditions, and what to do to meet them more often
     "a hook of": "have the hook write to a tensor in place",
     "size mismatch": PAD,
     "dtype mismatch": "cast to one dtype before the call",
+    r"^len\(kwargs\)": "pass the same keyword arguments in each call",
     r"^len\(": f"keep the length; {IF_CACHE}",
     "[=!]= '": "keep it to a few values",
 }

@@ -32,7 +32,7 @@ def name_of(fn: Any) -> str:
 def changed_part(model: str, part: str) -> str:
     """What to say of a part that a model has, or has no more, since Thunder compiled it."""
     when = f"after thunder.jit compiled the {model}, and calls run as before"
-    fix = "compile the model anew, or copy into its parameters in place"
+    fix = "compile the model anew, or copy into its tensors in place"
     return f"{model}.{part} was added, removed or replaced {when}; {fix}"
 
 
