@@ -140,10 +140,14 @@ class _Worker(Generic[T]):
 
     def where(self) -> str:
         """What its main thread runs, innermost first, even if it never returns from there."""
-        known = os.path.getsize(self.output.name)
+        known = size = os.path.getsize(self.output.name)
         with suppress(ProcessLookupError):
             os.kill(self.process.pid, _PRINTS_STACKS)
+        for _ in range(10):  # until it has printed all
             time.sleep(0.5)
+            before, size = size, os.path.getsize(self.output.name)
+            if known < before == size:
+                break
         with open(self.output.name, encoding="utf-8", errors="replace") as file:
             file.seek(known)
             *_, stack = file.read().split("hread 0x")  # that of the main thread is the last
