@@ -24,7 +24,9 @@ import importlib
 import inspect
 import io
 import linecache
+import logging
 import os
+import random
 import sys
 import threading
 import time
@@ -32,6 +34,7 @@ import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -56,14 +59,17 @@ _UNSEEN = {"__getattribute__", "__setattr__", "__delattr__", "getattr_static"}
 _ASKS: Any = torch.cuda.is_current_stream_capturing
 _WITHOUT_EFFECT = {"logging", "importlib._bootstrap"}  # modules
 # What they return is another value in each call.
-_UNSTEADY = {datetime.date.today, datetime.datetime.now, datetime.datetime.utcnow, os.urandom}
-_UNSTEADY |= {vars(time)[f"{clock}{unit}"] for clock in ("time", "monotonic", "perf_counter") for unit in ("", "_ns")}
+_UNSTEADY = {datetime.date.today, datetime.datetime.today, datetime.datetime.now, datetime.datetime.utcnow, os.urandom}
+_CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
+_UNSTEADY |= {vars(time)[f"{clock}{unit}"] for clock in _CLOCKS for unit in ("", "_ns")}
+_UNSTEADY |= {time.localtime, time.gmtime, time.ctime, time.strftime}
 _STARTS_OF_THREADS = {
     each for each in (getattr(_thread, n, None) for n in ("start_new_thread", "start_joinable_thread")) if each
 }
 # What they return is not compared before a replay, and may be another value in a later call.
 _UNCOMPARED = {eval, exec, __import__, input, open, decimal.getcontext}
-_UNCOMPARED |= {torch.get_num_threads, torch.get_num_interop_threads}
+_UNCOMPARED |= {torch.get_num_threads, torch.get_num_interop_threads, _thread.get_ident, _thread.get_native_id}
+_UNCOMPARED |= {sys._getframe, sys.getrecursionlimit, sys.getrefcount, gc.get_count, gc.get_objects, gc.get_referrers}
 _UNCOMPARED |= {*(vars(os)[name] for name in ("cpu_count", "getloadavg", "sched_getaffinity") if hasattr(os, name))}
 _OF_FILES = {"posix", "nt"}  # modules whose functions read files and what the process is
 _NO_READS = {"fspath", "getpid", "getppid", "write", "fsync", "close", "register_at_fork"}
@@ -72,7 +78,7 @@ _ENVIRONMENT = {vars(type(os.environ))[name].__code__ for name in ("__getitem__"
 _PASS_ON = {"random", "secrets", "uuid", "torch.cuda.random", "torch.random"}
 _PASS_ON |= {"os", "posixpath", "ntpath", "genericpath", "pathlib", "glob", "io", "shutil", "decimal"}
 _PASS_ON |= {"threading", "concurrent.futures.thread", "concurrent.futures._base", "multiprocessing.pool"}
-_PASS_ON |= {"importlib", "collections.abc", "torch.serialization"}
+_PASS_ON |= {"importlib", "inspect", "collections.abc", "torch.serialization"}
 
 
 class Calls:
@@ -93,7 +99,7 @@ class Calls:
             compiled does, and `object.__getattribute__`.
         events: of CUDA, that were recorded, and where, by identity.
         of_torch: functions of PyTorch's, as their code with their globals.
-        getters: functions of C of PyTorch's, of which some return settings.
+        getters: functions of C of PyTorch's, of which some return settings, and whether a logger logs.
         raised: the first method of a tensor that has raised an error, in words.
     """
 
@@ -150,6 +156,11 @@ class Calls:
             elif code is ThreadPoolExecutor.submit.__code__ and _is_called_by_user(frame.f_back):
                 problem = f"the step gives work to another thread{_line(frame)}, which is in no graph"
                 self.objection = f"{problem}; do that outside of the step"
+            elif code is random.Random.seed.__code__ and frame.f_locals["a"] is None and _is_called_by_user(frame):
+                problem = f"the step takes a seed from the system{_line(frame)}, and no replay would"
+                self.objection = f"{problem}; make generators of random numbers outside of the step"
+            elif code is logging.Logger.isEnabledFor.__code__ and _is_called_by_user(frame.f_back):
+                self.getters[partial(frame.f_locals["self"].isEnabledFor, frame.f_locals["level"])] = None
             elif code is importlib.import_module.__code__ and _is_called_by_user(frame):
                 self._refuse_uncompared(frame, "import_module")
             elif code not in self._foreign:
@@ -301,6 +312,8 @@ class _Ran(NamedTuple):
 def _is_uncompared(called: Any) -> bool:
     """Whether a function of C reads a file, or anything else that is not compared."""
     owner = getattr(called, "__self__", None)
+    if called.__name__ == "__subclasses__":
+        return True
     if isinstance(owner, io.IOBase):
         return bool(called.__name__.startswith("read"))
     if isinstance(owner, types.ModuleType):

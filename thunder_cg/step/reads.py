@@ -29,7 +29,7 @@ import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property, partial, partialmethod
 from glob import escape as glob_escape, glob
 from importlib.util import resolve_name
 from typing import Any, NamedTuple
@@ -168,8 +168,6 @@ def reads_of(fn: Callable[..., Any], modules: Iterable[nn.Module] = (), called: 
             value = read.get()
             if value is MISSING and of_package:
                 continue  # of which there are many
-            if isinstance(value, (types.ModuleType, type)) and not may_change(value):
-                continue
             is_method = isinstance(value, _METHODS) and not isinstance(value.__self__, types.ModuleType)
             if of_package and not is_method and not is_data(value):
                 continue
@@ -191,7 +189,8 @@ def reads_of(fn: Callable[..., Any], modules: Iterable[nn.Module] = (), called: 
                 if not of_package:
                     found.setdefault(place, replace(read, get=partial(_method_of, read.get), is_code=True))
             else:
-                found.setdefault(place, replace(read, is_code=_is_function(value)))
+                is_constant_name = isinstance(value, (types.ModuleType, type)) and not may_change(value)
+                found.setdefault(place, replace(read, is_code=is_constant_name or _is_function(value)))
     return _with_names(found, compiled)
 
 
@@ -274,6 +273,9 @@ def links_of(path: Path) -> list[tuple[Any, str, Any]] | None:
             return None
         own = value if type(value) is dict else getattr(value, "__dict__", {})
         links.append((own if isinstance(value, (dict, types.ModuleType)) else value, name, own.get(name, MISSING)))
+        if name not in own and i == 0 and own is value:
+            own = builtins_of(own)
+            links.append((own, name, own.get(name, MISSING)))
         if name in own:
             value = own[name]
             continue
@@ -369,7 +371,7 @@ def _reads_in(function: types.FunctionType, owner: Any, is_rooted: bool) -> Iter
                 yield _read(label, at, owner, (), attributes, partial(value_of, owner))
         elif chain.scope == "cell" and name in cells:
             yield _read(label, at, cells[name], (), attributes, partial(_in_cell, cells[name]))
-        elif chain.scope == "global" and (name in variables or not hasattr(builtins, name)):
+        elif chain.scope == "global" and not (of_package and name not in variables and hasattr(builtins, name)):
             yield _read(label, at, variables, (name,), attributes, partial(_in_globals, variables, name))
         elif chain.scope == "import" and (module := _imported(name, variables)) is not None:
             yield _read(module, at, sys.modules, (module,), attributes, partial(_in_globals, sys.modules, module))
@@ -435,6 +437,8 @@ def _is_computed(owner: Any, name: str) -> bool:
     if isinstance(owner, (types.ModuleType, type)):
         return False
     member = _of_class(owner, name)
+    if isinstance(member, partialmethod):  # whose lookup makes a new one
+        return True
     is_own = _has(owner, name) if isinstance(owner, nn.Module) else name in getattr(owner, "__dict__", ())
     functions = [_of_class(owner, "__getattribute__")]
     if isinstance(member, property):
@@ -528,8 +532,16 @@ def _in_cell(cell: types.CellType, attributes: tuple[Any, ...]) -> Any:
     return value_of(value, attributes) if attributes and value is not MISSING else value
 
 
+def builtins_of(variables: dict[str, Any]) -> dict[str, Any]:
+    """Where Python looks for a name that the global variables do not have."""
+    found = variables.get("__builtins__", {})
+    return vars(found) if isinstance(found, types.ModuleType) else found
+
+
 def _in_globals(variables: dict[str, Any], name: str, attributes: tuple[Any, ...]) -> Any:
     value = variables.get(name, MISSING)
+    if value is MISSING:
+        value = builtins_of(variables).get(name, MISSING)
     return value_of(value, attributes) if attributes and value is not MISSING else value
 
 

@@ -10,6 +10,7 @@ Note [Captures of one call]
 from __future__ import annotations
 
 import sys
+from abc import get_cache_token
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -154,7 +155,7 @@ class StepRecording(RecordingUse):
     touched: list[Tensor]  # of the state: tensors whose version each step advances
     memory: frozenset[int]  # where the state's tensors are, and gradients that the step reads or adds to
     gradient_nbytes: int  # of the pool: recordings may share gradients
-    settings: list[tuple[Callable[[], Any], Any]]  # of PyTorch, that the step read
+    settings: list[tuple[Callable[[], Any], Any]]  # of PyTorch, that the step read, and what ABC.register() has changed
     carried: list[tuple[Callable[[Any], object], Any, int]]  # puts a value with a structure and a number of tensors
     only_once: CaptureRefused | None = None  # why no later replay would be right; the first one is
     without_graphs: int = 0  # what a call in Python has allocated at a time, at least
@@ -537,7 +538,7 @@ class StepCapture:
             gradient_nbytes=nbytes(g for g in tensors if g is not None and _is_in(g, pool)),
             only_once=missing,
             carried=body.carried,
-            settings=[(kernels, kernels()), *settings_in(self.calls.of_torch, self.calls.getters)],
+            settings=[(kernels, kernels()), (get_cache_token, get_cache_token()), *settings_in(self.calls.of_torch, self.calls.getters)],
         )
 
     def _touched(self, versions: Sequence[int], buffers: Sequence[Tensor]) -> list[Tensor]:

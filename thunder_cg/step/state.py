@@ -34,6 +34,7 @@ import pickle
 import random
 import re
 import sys
+import threading
 import types
 import weakref
 from array import array
@@ -100,10 +101,12 @@ _MAX_ARRAY = 2**16  # bytes of an array that can
 _MAX_DEPTH = 8
 _UNREPORTED = object()  # stands for a dictionary to which somebody may write unseen
 _NAMESPACES = types.SimpleNamespace, argparse.Namespace
+_LOCKS = type(threading.Lock()), type(threading.RLock()), threading.Condition
 _OF_MODULES = ("training", "_parameters", "_buffers", "_modules")  # that each module has in its dictionary
 _OPAQUE = types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.CodeType, type
 
 _Cached = type(lru_cache(len))
+_bases_of = attrgetter("__mro__")
 _random: Any = random.random  # of the generator of the process
 
 Facts = dict[str, Any]
@@ -188,6 +191,7 @@ class _Collector:
         self.versions: list[tuple[Tensor, int]] = []  # of tensors whose values a graph has baked in
         self.values: list[tuple[Callable[[], Any], Any]] = []  # see Note [Values that nobody reports]
         self.looked_up: list[_LookedUp] = []
+        self.bases: dict[type, tuple[type, ...]] = {}  # of classes
         self.kinds: dict[type, None] = {}  # of the user's objects
         self.compiled_kinds: dict[type, None] = {}  # those of them that what is compiled may read
         self.objects: list[Any] = []
@@ -241,6 +245,9 @@ class _Collector:
             self.add(label, value.dispatcher, depth)
         elif isinstance(value, _Cached):
             self._add_cached(label, value, depth)
+        elif isinstance(value, _LOCKS):
+            self.facts[label] = Same(value)
+            self.objections.append(f"{label} is a lock, which no replay would take; take it around the call of the step")
         elif isinstance(value, partial):
             self.facts[label] = Same(value)
             self.add(f"{label}.args", value.args, depth + 1)
@@ -399,6 +406,9 @@ class _Collector:
     def _add_names(self, label: str, value: types.ModuleType | type, depth: int) -> None:
         """A class or a module, and what it defines; of a class of a package its data, of a module plain values."""
         self.facts[label] = Same(value)
+        if isinstance(value, type) and may_change(value):
+            self.bases[value] = value.__mro__
+            self.facts[f"the bases of {label}"] = Content([*map(Same, value.__mro__)])
         kinds = (value, type(value)) if isinstance(value, type) else ()
         defined: list[Any] = [each for kind in kinds for each in kind.__mro__] or [value]
         new = [each for each in defined if id(each) not in self._objects and may_change(each)]
@@ -527,6 +537,7 @@ class _Watch:
         sets = [(now, then) for now, then in collector.containers if isinstance(now, set)]
         self._sets, self._sets_then = [now for now, _ in sets], [then for _, then in sets]
         self._versions, self._values, self._looked_up = collector.versions, collector.values, collector.looked_up
+        self._kinds, self._bases = [*collector.bases], [*collector.bases.values()]
         self._has_same = attribute_guard([(each.value, each.attributes) for each in self._looked_up], MISSING)
 
     def is_untouched(self) -> bool:
@@ -535,6 +546,7 @@ class _Watch:
             and (self._has_same() or all(each.is_unchanged() for each in self._looked_up))
             and all(map(_is_unchanged, self._lists))
             and self._sets == self._sets_then
+            and all(map(is_, map(_bases_of, self._kinds), self._bases))
             and all(version(tensor) == then for tensor, then in self._versions)
             and all(get() == then for get, then in self._values)
         )
@@ -761,7 +773,7 @@ class StepState:
 
     def line_of(self, change: str) -> str:
         """The line of the user's code that names what a change is of: " (see train.py:31)"; "" if none is known."""
-        label = re.sub(r"^(len\(|what |the order of |type\()+", "", change)
+        label = re.sub(r"^(len\(|what |the order of |the bases of |type\()+", "", change)
         names = [n for n, line in self._lines.items() if line and re.match(rf"{re.escape(n)}\W", label)]
         return f" (see {self._lines[max(names, key=len)]})" if names else ""
 
