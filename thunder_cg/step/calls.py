@@ -52,9 +52,11 @@ from thunder_cg.step.snapshot import Undo, undos_of, undos_of_globals
 _GENERATED = ("<eval_with_key>", "thunder.")  # files with the code of graphs and traces
 _GENERATED_MODULES = "torch._inductor."  # wherever their files are
 _SEEDS = {"manual_seed", "seed", "set_offset", "set_state"}  # methods of a generator
+_STATES = {"getstate", "setstate", "get_state", "set_state"}  # methods that change nothing if the old one is set back
 _READS_OF_TENSORS = {"numpy", "tolist"}
 _READS_OF_SEEDS = {"get_offset", "get_state", "initial_seed"}
 _GETTERS = ("_get_", "_is_")  # those without a line in front are in `thread_states`, or deprecated
+_random: Any = random.random
 _UNSEEN = {"__getattribute__", "__setattr__", "__delattr__", "getattr_static"}
 _ASKS: Any = torch.cuda.is_current_stream_capturing
 _WITHOUT_EFFECT = {"logging", "importlib._bootstrap"}  # modules
@@ -101,6 +103,7 @@ class Calls:
         of_torch: functions of PyTorch's, as their code with their globals.
         getters: functions of C of PyTorch's, of which some return settings, and whether a logger logs.
         raised: the first method of a tensor that has raised an error, in words.
+        reads_gradients: whether a function that is not PyTorch's names ``grad``, and may ask whether there is one.
     """
 
     def __init__(self, device_type: str = "cuda") -> None:
@@ -116,6 +119,7 @@ class Calls:
         self._new: set[int] = set()  # objects that are made in the step
         self._ran: dict[Any, _Ran] = {}
         self.raised: str | None = None
+        self.reads_gradients = False
         self._undos: list[Undo] = []
         self._thread: int | None = None  # the one that is watched; backwards run on it, too
         self.forget_collectives()
@@ -176,6 +180,9 @@ class Calls:
         elif event == "c_call" and called in _STARTS_OF_THREADS and _is_called_by_user(frame):
             problem = f"the step starts a thread{_line(frame)}, whose work is in no graph"
             self.objection = f"{problem}; do that outside of the step"
+        elif event == "c_call" and called.__name__ not in _STATES and _is_of_process(getattr(called, "__self__", None)):
+            problem = f"the step draws random numbers of Python or NumPy, or seeds them{_line(frame)}"
+            self.objection = self.objection or f"{problem}, and no replay would; draw with torch on the device"
         elif event == "c_call" and called is globals and _is_users(frame.f_code, frame.f_globals):
             problem = f"what globals() gives is not compared before a replay{_line(frame)}"
             self.objection = f"{problem}; name what the step needs"
@@ -239,7 +246,8 @@ class Calls:
 
     def _refuse_uncompared(self, frame: types.FrameType, name: str) -> None:
         problem = f"what {name}() gives is not compared before a replay{_line(frame)}"
-        self.objection = f"{problem}; call it outside of the step, and have the step read the result by a name"
+        fix = "call it outside of the step, and have the step read the result by a name"
+        self.objection = self.objection or f"{problem}; {fix}"
 
     def _note_generator(self, frame: types.FrameType, method: str) -> None:
         does = None
@@ -263,6 +271,7 @@ class Calls:
             return
         if is_installed(code.co_filename) and _logs_or_imports(frame):
             return
+        self.reads_gradients |= "grad" in code.co_names or "grad" in code.co_consts
         is_own = code.co_name in ("__init__", *_UNSEEN)  # what it does with an object was seen already
         self.looks_up_unseen |= not is_own and not _UNSEEN.isdisjoint(code.co_names)
         self._inner.update(each for each in code.co_consts if isinstance(each, types.CodeType))
@@ -320,6 +329,12 @@ def _is_uncompared(called: Any) -> bool:
         is_of_files = owner.__name__ in _OF_FILES and called.__name__ not in _NO_READS
         return is_of_files or called in _UNCOMPARED
     return False
+
+
+def _is_of_process(owner: Any) -> bool:
+    """Whether it is Python's or NumPy's generator of random numbers for all who have none of their own."""
+    numpy: Any = sys.modules.get("numpy.random")
+    return owner is _random.__self__ or (numpy is not None and owner is numpy.rand.__self__)
 
 
 def _is_torchs(called: Any) -> bool:

@@ -225,9 +225,10 @@ def _forward_of(module: nn.Module) -> types.FunctionType | None:
 
 
 def _bound_by_partial(value: Any) -> Iterator[tuple[str, Any]]:
-    """The arguments that ``functools.partial`` has bound, with their names."""
+    """What ``functools.partial`` calls, and the arguments that it has bound, with their names."""
     while isinstance(value, partial):
         name = getattr(value.func, "__name__", "partial")
+        yield name, value.func
         yield from ((f"{name}({i})", argument) for i, argument in enumerate(value.args))
         yield from ((f"{name}({keyword}=)", argument) for keyword, argument in value.keywords.items())
         value = value.func
@@ -628,9 +629,9 @@ def _grows_an_item(instructions: list[tuple[str, Any, int]]) -> bool:
 
 def _begun(name: str, value: Any, aliases: dict[str, _Chain | None]) -> _Chain | None:
     """The chain that an instruction begins, if it loads or stores a variable."""
-    if name in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"):
+    if name in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL"):
         return _Chain("global", value)
-    if name in ("LOAD_DEREF", "STORE_DEREF"):
+    if name in ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF", "STORE_DEREF"):
         return _Chain("cell", value)
     if name in _LOCALS:
         return aliases.get(value) or _Chain("local", value)

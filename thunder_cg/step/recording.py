@@ -538,7 +538,10 @@ class StepCapture:
             gradient_nbytes=nbytes(g for g in tensors if g is not None and _is_in(g, pool)),
             only_once=missing,
             carried=body.carried,
-            settings=[(kernels, kernels()), (get_cache_token, get_cache_token()), *settings_in(self.calls.of_torch, self.calls.getters)],
+            settings=[
+                *((get, get()) for get in (kernels, get_cache_token)),
+                *settings_in(self.calls.of_torch, self.calls.getters),
+            ],
         )
 
     def _touched(self, versions: Sequence[int], buffers: Sequence[Tensor]) -> list[Tensor]:

@@ -38,8 +38,8 @@ import threading
 import types
 import weakref
 from array import array
-from collections import OrderedDict, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set, ValuesView
 from decimal import Decimal, getcontext
 from functools import lru_cache, partial, singledispatchmethod
 from itertools import starmap, takewhile
@@ -96,6 +96,7 @@ from thunder_cg.step.snapshot import Snapshot, data_of_c
 
 ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, range)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+_COLLECTIONS = (Mapping, Sequence, Set, ValuesView)
 _MAX_ITEMS = 10_000  # of a container that can be compared before each replay
 _MAX_ARRAY = 2**16  # bytes of an array that can
 _MAX_DEPTH = 8
@@ -215,8 +216,10 @@ class _Collector:
             self._add_referent(label, value, partial(_proxied, value), depth)
         elif value is MISSING or isinstance(value, ATOMS):
             self.facts[label] = _fact_of(value)
-            if isinstance(value, enum.Enum) and may_change(type(value)):
+            if _is_users_atom(value):
                 self._add_own_attributes(label, value, depth)
+                if not isinstance(value, enum.Enum):
+                    self.add_class(label, value, depth)
         elif isinstance(value, Tensor):
             self._add_tensor(label, value, depth)
             if type(value) is Tensor:
@@ -245,18 +248,23 @@ class _Collector:
             self.add(label, value.dispatcher, depth)
         elif isinstance(value, _Cached):
             self._add_cached(label, value, depth)
+        elif _is_bound(value):
+            self.facts[label] = Same(value)
+            self.add(f"{label}.__self__", value.__self__, depth + 1)
         elif isinstance(value, _LOCKS):
             self.facts[label] = Same(value)
-            self.objections.append(f"{label} is a lock, which no replay would take; take it around the call of the step")
+            problem = f"{label} is a lock, which no replay would take"
+            self.objections.append(f"{problem}; take it around the call of the step")
         elif isinstance(value, partial):
             self.facts[label] = Same(value)
+            self.add(f"{label}.func", value.func, depth + 1)
             self.add(f"{label}.args", value.args, depth + 1)
             self.add(f"{label}.keywords", value.keywords, depth + 1)
         elif (refers_to := _referent_of(value)) is not None:
             self._add_referent(label, value, refers_to, depth)
         elif (get := _content_of(value)) is not None:
             self._add_value(label, value, get)
-        elif isinstance(value, (Mapping, Sequence, Set)) and value is not os.environ and not _is_users(value):
+        elif isinstance(value, _COLLECTIONS) and value is not os.environ and not _is_users(value):
             self.facts[label] = Same(value)
             copied: Any = dict if isinstance(value, Mapping) else list
             if len(value) <= _MAX_ITEMS:
@@ -343,6 +351,9 @@ class _Collector:
             problem = f"{label} is an array of {nbytes:,} bytes, and up to {_MAX_ARRAY:,} are compared before a replay"
             self.objections.append(f"{problem}; make it a tensor before the step")
             return
+        if getattr(getattr(value, "dtype", None), "hasobject", False):
+            problem = f"{label} is an array of objects, which are not compared before a replay"
+            self.objections.append(f"{problem}; make it a list")
         self._add_content(label, value, get)
 
     def _add_content(self, label: str, value: Any, get: Callable[[], Any]) -> None:
@@ -435,6 +446,9 @@ class _Collector:
         self._add_own_attributes(label, value, depth)
         if isinstance(value, dict):
             self._watch(value, value)
+            if isinstance(value, defaultdict):
+                self.values.append((partial(getattr, value, "default_factory"), value.default_factory))
+                self.add(f"{label}.default_factory", value.default_factory, depth + 1)
             if isinstance(value, OrderedDict):  # which nobody reports if only the order changes
                 self.values.append((partial(_order_of, value), _order_of(value)))
             items = plain_copy(value)
@@ -671,7 +685,7 @@ class StepState:
             return value.device.type == self._device_type and not vars(value)
         if isinstance(value, types.FunctionType):
             return not vars(value)
-        if isinstance(value, enum.Enum) and may_change(type(value)):
+        if _is_users_atom(value) or _is_bound(value):
             return False
         if isinstance(value, (_Cached, singledispatchmethod, Decimal)):
             return False
@@ -722,6 +736,9 @@ class StepState:
                 raise CaptureRefused(f"the step uses a {kind.__name__}, which is no plain tensor{fix}")
             if tensor.is_nested:
                 raise CaptureRefused("the step uses a nested tensor, which has no shape; pad it")
+            if tensor.is_inference():
+                problem = "the step uses a tensor made in inference mode, which does not show who writes to it"
+                raise CaptureRefused(f"{problem}; clone it outside of inference mode, or make it in no_grad()")
             if not has_storage(tensor):
                 raise CaptureRefused(f"the step uses a tensor with the layout {tensor.layout}, which has no address")
         self._metadata = tensor_guards(self.tensors)
@@ -756,6 +773,8 @@ class StepState:
     def _are_facts_same(self) -> bool:
         """Collects the facts again where something was written to. Those of roots are many."""
         is_new_hook = registered_hooks() != self._hooks_registered
+        if is_new_hook and any(hook for tensor in self.tensors for hook in hooks_of(tensor)):
+            return False
         are_same = all(read.get() is value for read, value in self._others)
         if is_new_hook or not are_same or not self._behind_names.is_untouched():
             others = self._collect_others()
@@ -1004,6 +1023,17 @@ def is_object(value: Any) -> bool:
 
 def _is_atom(value: Any) -> bool:
     return isinstance(value, ATOMS)
+
+
+def _is_users_atom(value: Any) -> bool:
+    """Whether its class may have attributes, and give it some."""
+    return isinstance(value, ATOMS) and type(value) not in ATOMS and may_change(type(value))
+
+
+def _is_bound(value: Any) -> bool:
+    """Whether a value is a method of C with its object, such as that of a dictionary."""
+    is_method = isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType))
+    return is_method and not isinstance(value.__self__, (types.ModuleType, type, type(None)))
 
 
 def _is_torch_object(value: Any) -> bool:  # such as a GradScaler
