@@ -52,11 +52,11 @@ from thunder_cg.step.snapshot import Undo, undos_of, undos_of_globals
 _GENERATED = ("<eval_with_key>", "thunder.")  # files with the code of graphs and traces
 _GENERATED_MODULES = "torch._inductor."  # wherever their files are
 _SEEDS = {"manual_seed", "seed", "set_offset", "set_state"}  # methods of a generator
-_STATES = {"getstate", "setstate", "get_state", "set_state"}  # methods that change nothing if the old one is set back
+_STATES = {"getstate", "setstate"}  # methods that change nothing if the old state is set back
 _READS_OF_TENSORS = {"numpy", "tolist"}
 _READS_OF_SEEDS = {"get_offset", "get_state", "initial_seed"}
 _GETTERS = ("_get_", "_is_")  # those without a line in front are in `thread_states`, or deprecated
-_random: Any = random.random
+_generator = vars(random)["_inst"]  # of the process
 _UNSEEN = {"__getattribute__", "__setattr__", "__delattr__", "getattr_static"}
 _ASKS: Any = torch.cuda.is_current_stream_capturing
 _WITHOUT_EFFECT = {"logging", "importlib._bootstrap"}  # modules
@@ -180,8 +180,8 @@ class Calls:
         elif event == "c_call" and called in _STARTS_OF_THREADS and _is_called_by_user(frame):
             problem = f"the step starts a thread{_line(frame)}, whose work is in no graph"
             self.objection = f"{problem}; do that outside of the step"
-        elif event == "c_call" and called.__name__ not in _STATES and _is_of_process(getattr(called, "__self__", None)):
-            problem = f"the step draws random numbers of Python or NumPy, or seeds them{_line(frame)}"
+        elif event == "c_call" and getattr(called, "__self__", None) is _generator and called.__name__ not in _STATES:
+            problem = f"the step draws Python's random numbers, or seeds them{_line(frame)}"
             self.objection = self.objection or f"{problem}, and no replay would; draw with torch on the device"
         elif event == "c_call" and called is globals and _is_users(frame.f_code, frame.f_globals):
             problem = f"what globals() gives is not compared before a replay{_line(frame)}"
@@ -329,12 +329,6 @@ def _is_uncompared(called: Any) -> bool:
         is_of_files = owner.__name__ in _OF_FILES and called.__name__ not in _NO_READS
         return is_of_files or called in _UNCOMPARED
     return False
-
-
-def _is_of_process(owner: Any) -> bool:
-    """Whether it is Python's or NumPy's generator of random numbers for all who have none of their own."""
-    numpy: Any = sys.modules.get("numpy.random")
-    return owner is _random.__self__ or (numpy is not None and owner is numpy.rand.__self__)
 
 
 def _is_torchs(called: Any) -> bool:

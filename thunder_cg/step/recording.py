@@ -158,6 +158,7 @@ class StepRecording(RecordingUse):
     settings: list[tuple[Callable[[], Any], Any]]  # of PyTorch, that the step read, and what ABC.register() has changed
     carried: list[tuple[Callable[[Any], object], Any, int]]  # puts a value with a structure and a number of tensors
     only_once: CaptureRefused | None = None  # why no later replay would be right; the first one is
+    last_call: int = 0  # of the step that used it
     without_graphs: int = 0  # what a call in Python has allocated at a time, at least
     collectives: Collectives | None = None  # that it holds
     before: tuple[Snapshot, GradientsBefore] | None = None  # the capture, until the first replay

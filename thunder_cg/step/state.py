@@ -431,6 +431,8 @@ class _Collector:
             where = label if each is value else f"{each.__name__} of {label}"
             counts = (lambda _: True) if is_users(each) else is_data if isinstance(each, type) else _is_atom
             for name, member in [*names.items()]:
+                if isinstance(member, _LOCKS):
+                    continue  # which others may take; one that the step takes by a name is found by that
                 if isinstance(member, types.FunctionType) if name.startswith("__") else counts(member):
                     self.add(f"{where}.{name}", member, depth + 1)
 
@@ -887,7 +889,7 @@ def _may_get_gradient(tensor: Tensor) -> bool:
 def _content_of(value: Any) -> Callable[[], Any] | None:
     """How to get what a value holds, if that changes without a trace: an array, or a generator of random numbers.
 
-    The generators of a process have `random_states`.
+    Python's generator of the process has `random_states`.
     """
     if isinstance(value, random.Random) and value is not _random.__self__:
         return value.getstate
@@ -907,7 +909,7 @@ def _content_of(value: Any) -> Callable[[], Any] | None:
     if isinstance(value, (numpy.ndarray, numpy.generic)):
         return lambda: (value.shape, value.dtype, value.tobytes())
     generators = numpy.random.Generator, numpy.random.RandomState
-    if isinstance(value, generators) and value is not numpy.random.rand.__self__:
+    if isinstance(value, generators):
         return lambda: pickle.dumps(value)
     return None
 
