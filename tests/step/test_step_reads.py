@@ -1005,6 +1005,11 @@ def a_builtin_that_comes():
     return step, partial(setattr, builtins, "BUILTIN", 2.0)
 
 
+def the_names_of_a_class():
+    kind = type("Kind", (), {"__module__": __name__, "scale": 1.0})
+    return lambda y: y * kind.__dict__["scale"], partial(setattr, kind, "scale", 2.0)
+
+
 def the_bases_of_a_class():
     class Base:
         pass
@@ -1095,6 +1100,7 @@ FAR = (
     another_package,
     a_global_that_hides_a_builtin,
     a_builtin_that_comes,
+    the_names_of_a_class,
     the_bases_of_a_class,
     what_a_class_in_the_step_reads,
     a_method_of_a_dictionary_in_another_one,

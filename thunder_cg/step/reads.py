@@ -367,8 +367,7 @@ def _reads_in(function: types.FunctionType, owner: Any, is_rooted: bool) -> Iter
         elif of_package:
             label = f"{variables.get('__name__') if chain.scope == 'global' else function.__name__}.{name}"
         if name in bound and chain.scope != "global":
-            is_of_class = isinstance(owner, type) and attributes[:1] == ("__dict__",)  # which is a new proxy each time
-            if not is_of_class and not (is_rooted and attributes and _has(owner, attributes[0])):
+            if not (is_rooted and attributes and _has(owner, attributes[0])):
                 yield _read(label, at, owner, (), attributes, partial(value_of, owner))
         elif chain.scope == "cell" and name in cells:
             yield _read(label, at, cells[name], (), attributes, partial(_in_cell, cells[name]))
@@ -436,7 +435,7 @@ def _of_class(value: Any, name: str) -> Any:
 def _is_computed(owner: Any, name: str) -> bool:
     """Whether Python of the user's or of PyTorch's runs for a lookup, as for a weight that is parametrized."""
     if isinstance(owner, (types.ModuleType, type)):
-        return False
+        return isinstance(owner, type) and name == "__dict__"  # which is a new proxy each time
     member = _of_class(owner, name)
     if isinstance(member, partialmethod):  # whose lookup makes a new one
         return True
