@@ -302,6 +302,30 @@ def test_gradients_may_be_cleared_or_changed_between_the_steps(step_twins):
     assert step.replays >= 8, why(step)
 
 
+def test_a_step_that_asks_whether_there_is_a_gradient(step_twins):
+    def make(model):
+        inner = usual_step(model)
+        weight = next(model.parameters())
+
+        def step(x, y):
+            scale = 1.0 if weight.grad is None else 2.0
+            inner.optimizer.zero_grad()
+            loss = cross_entropy(model(x), y) * scale
+            loss.backward()
+            inner.optimizer.step()
+            return loss
+
+        step.optimizer = inner.optimizer
+        return step
+
+    def between(i, model, fn, batch):
+        if i == 6:
+            model.zero_grad()
+
+    step = step_twins.train(make, 10, between)
+    assert step.captures == 2 and step.replays >= 6, why(step)
+
+
 @pytest.mark.parametrize("to_none", [pytest.param(False, marks=pytest.mark.nightly), True])
 @pytest.mark.parametrize("change", ["memory", "strides"])
 def test_a_gradient_may_get_other_memory_or_strides(step_twins, device, to_none, change):
@@ -1328,6 +1352,65 @@ def test_recordings_are_bounded(step_twins):
         for _ in range(4):
             step(*step_twins.batch(size))
     assert (len(step.recordings), step.captures) == (2, 4), why(step)
+
+
+def test_what_was_not_used_for_longest_goes_first(step_twins):
+    model = step_twins.compiled(step_twins.model())
+    step = step_twins.graphed(usual_step(model), max_recordings=2)
+    for size in (2, 2, 2, 3, 3, 2, 4, 4, 2, 2):
+        step(*step_twins.batch(size))
+    assert step.captures == 3, why(step)
+
+
+class Holder(nn.Module):
+    """A module that holds the step that trains it."""
+
+    def __init__(self, graphed):
+        super().__init__()
+        self.net = nn.Linear(4, 3)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        self.step = graphed(self.take)
+
+    def take(self, x, y):
+        self.optimizer.zero_grad()
+        loss = cross_entropy(self.net(x), y)
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+
+def test_a_copy_of_what_holds_a_step(step_twins, device):
+    holder = Holder(step_twins.graphed).to(device)
+    batch = step_twins.batch()
+    for _ in range(4):
+        holder.step(*batch)
+    copied = copy.deepcopy(holder)
+    for _ in range(4):
+        holder.step(*batch)
+    assert copied.step.calls == 0 and not torch.equal(copied.net.weight, holder.net.weight)
+    for _ in range(4):
+        copied.step(*batch)
+    assert torch.equal(copied.net.weight, holder.net.weight)
+    assert copied.step.replays >= 2 and copied.step is not holder.step, why(copied.step)
+
+
+def test_inference_mode(step_twins, device):
+    weight, twin = torch.ones(3, device=device), torch.ones(3, device=device)
+
+    def of(weight, x):
+        with torch.inference_mode():
+            weight.add_(x.sum())
+            return weight * 2
+
+    step = step_twins.graphed(lambda x: of(weight, x))
+    for i in range(5):
+        x = torch.full((3,), float(i), device=device)
+        assert torch.equal(step(x), of(twin, x)) and torch.equal(weight, twin)
+    assert step.replays == 3, why(step)
+    with torch.inference_mode():
+        weight = torch.ones(3, device=device)
+    step(x), step(x)
+    assert any("made in inference mode" in reason for reason in step.in_python)
 
 
 def test_a_step_does_not_keep_the_graphs_of_its_modules(step_twins):

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import array
+import builtins
+import cmath
 import copy
 import cProfile
 import ctypes
 import gc
+import inspect
 import itertools
+import logging
+import math
 import multiprocessing
 import os
 import queue
@@ -19,13 +24,14 @@ import threading
 import time
 import uuid
 import weakref
-from collections import OrderedDict, UserList, deque
+from abc import ABC
+from collections import OrderedDict, UserList, defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
 from datetime import datetime
 from decimal import Context, Decimal, setcontext
 from enum import Enum
-from functools import cached_property, lru_cache, partial, singledispatch
+from functools import cached_property, lru_cache, partial, partialmethod, singledispatch
 from importlib import import_module
 from types import FunctionType, MappingProxyType, SimpleNamespace
 from typing import ClassVar
@@ -253,6 +259,59 @@ def test_a_step_that_reads_the_random_state(step_twins, read):
     assert "reads the state of a generator of random numbers, at test_step_reads.py:" in str(explain(step))
 
 
+class Weighed:
+    """Has a method by `partialmethod`, which each lookup makes anew."""
+
+    scale = 1.0
+
+    def weigh(self, by, y):
+        return y * by * self.scale
+
+    twice = partialmethod(weigh, 2.0)
+
+
+def test_a_partial_method(step_twins):
+    weighed = Weighed()
+
+    def change(*_, back=False):
+        weighed.scale = 1.0 if back else 2.0
+
+    step = changing(step_twins, lambda y: weighed.twice(y), change)
+    assert step.captures == 2 and step.replays >= 4, explain(step)
+
+
+def test_a_class_that_is_registered(step_twins):
+    class Known(ABC):  # noqa: B024
+        pass
+
+    class Other:
+        pass
+
+    def run(is_graphed):
+        known, other = type("Known", (Known,), {}), type("Other", (Other,), {})()
+        step = make_step(lambda y: y * (2.0 if isinstance(other, known) else 1.0))(copy.deepcopy(model))
+        step = step_twins.graphed(step) if is_graphed else step
+        torch.manual_seed(1)
+        found = [step(*step_twins.batch()) for _ in range(5)]
+        known.register(type(other))
+        return [*found, *(step(*step_twins.batch()) for _ in range(4))], step
+
+    model = step_twins.model()
+    expected, _ = run(False)
+    found, step = run(True)
+    assert all(map(torch.equal, found, expected)) and step.captures == 2, explain(step)
+
+
+def test_whether_a_logger_logs(step_twins):
+    logger = logging.getLogger("a step")
+
+    def change(*_, back=False):
+        logging.disable(logging.NOTSET if back else logging.CRITICAL)
+
+    step = changing(step_twins, lambda y: y * (2.0 if logger.isEnabledFor(logging.ERROR) else 1.0), change)
+    assert step.captures == 2, explain(step)
+
+
 def test_all_of_numpys_random_state():
     """However NumPy prints an array."""
     kept, key = np.random.get_state(), np.arange(624)
@@ -355,7 +414,8 @@ def test_generators_of_random_numbers(step_twins, make, draw):
 @pytest.mark.parametrize(
     "read",
     [
-        *(time.time, time.perf_counter_ns, datetime.now, lambda: os.urandom(1)[0]),
+        *(time.time, time.perf_counter_ns, datetime.now, lambda: os.urandom(1)[0], time.process_time, datetime.today),
+        *(lambda: time.localtime().tm_sec, lambda: int(time.strftime("%S"))),
         *(lambda: secrets.randbelow(9), lambda: secrets.token_bytes(1)[0], lambda: uuid.uuid4().int % 9),
     ],
 )
@@ -915,7 +975,142 @@ def what_is_compiled_with_an_argument_bound():
     return lambda y: compiled(y), partial(setattr, settings, "scale", 2.0)
 
 
+KIND, PACKAGE = nn.Identity, math
+
+
+def another_class_of_pytorch():
+    return lambda y: KIND()(y), partial(globals().__setitem__, "KIND", nn.Tanh)
+
+
+def another_class_of_pytorch_in_an_object():
+    settings = SimpleNamespace(kind=nn.Identity)
+    return lambda y: settings.kind()(y), partial(setattr, settings, "kind", nn.Tanh)
+
+
+def another_package():
+    return lambda y: y * len(vars(PACKAGE)), partial(globals().__setitem__, "PACKAGE", cmath)
+
+
+def a_global_that_hides_a_builtin():
+    return lambda y: y * len(ascii(1)), partial(globals().__setitem__, "ascii", lambda value: "one")
+
+
+def a_builtin_that_comes():
+    def step(y):
+        try:
+            return y * BUILTIN
+        except NameError:
+            return y
+
+    return step, partial(setattr, builtins, "BUILTIN", 2.0)
+
+
+def the_names_of_a_class():
+    kind = type("Kind", (), {"__module__": __name__, "scale": 1.0})
+    return lambda y: y * kind.__dict__["scale"], partial(setattr, kind, "scale", 2.0)
+
+
+def the_bases_of_a_class():
+    class Base:
+        pass
+
+    class First(Base):
+        pass
+
+    class Second(Base):
+        pass
+
+    class Derived(First):
+        pass
+
+    derived = Derived()
+    return lambda y: y * isinstance(derived, First), partial(setattr, Derived, "__bases__", (Second,))
+
+
+def what_a_class_in_the_step_reads():
+    scale = 1.0
+
+    def step(y):
+        class Local:
+            by = scale
+
+        return y * Local.by
+
+    def change():
+        nonlocal scale
+        scale = 2.0
+
+    return step, change
+
+
+def a_method_of_a_dictionary_in_another_one():
+    scales = {"one": 1.0}
+    look_ups = {"scale": scales.get}
+    return lambda y: y * look_ups["scale"]("one"), partial(scales.update, one=2.0)
+
+
+def a_method_of_a_dictionary_in_partial():
+    scales = {"one": 1.0}
+    scale = partial(scales.get, "one")
+    return lambda y: y * scale(), partial(scales.update, one=2.0)
+
+
+def what_partial_in_a_list_calls():
+    scales = {"one": 1.0}
+    calls = [partial(scales.get, "one")]
+    return lambda y: y * calls[0](), partial(scales.update, one=2.0)
+
+
+def values_of_a_dictionary():
+    scales = {"one": 1.0}
+    values = scales.values()
+    return lambda y: y * sum(values), partial(scales.update, one=2.0)
+
+
+def what_a_dictionary_makes():
+    scales = defaultdict(float)
+    scales["one"] = 1.0
+    return lambda y: y * scales["one"], partial(setattr, scales, "default_factory", int)
+
+
+def an_attribute_of_a_number():
+    number = type("Number", (int,), {"__module__": __name__})(1)
+    number.scale = 1.0
+    return lambda y: weigh(number, y), partial(setattr, number, "scale", 2.0)
+
+
+def a_hook_of_a_tensor():
+    weight = nn.Parameter(torch.ones(1))
+    return lambda y: y * weight, partial(weight.register_hook, lambda gradient: gradient * 2)
+
+
+def numpys_random_state():
+    def step(y):
+        state = np.random.get_state()
+        scale = np.random.rand()
+        np.random.set_state(state)
+        return y * scale
+
+    return step, np.random.rand
+
+
 FAR = (
+    another_class_of_pytorch,
+    another_class_of_pytorch_in_an_object,
+    another_package,
+    a_global_that_hides_a_builtin,
+    a_builtin_that_comes,
+    the_names_of_a_class,
+    the_bases_of_a_class,
+    what_a_class_in_the_step_reads,
+    a_method_of_a_dictionary_in_another_one,
+    a_method_of_a_dictionary_in_partial,
+    what_partial_in_a_list_calls,
+    values_of_a_dictionary,
+    what_a_dictionary_makes,
+    an_attribute_of_a_number,
+    a_hook_of_a_tensor,
+    numpys_random_state,
     another_function_of_a_package,
     another_function_of_c,
     another_method_of_an_object,
@@ -989,6 +1184,10 @@ def test_what_no_name_leads_to(monkeypatch, make):
     monkeypatch.setitem(globals(), "SCALE", 1.0)
     monkeypatch.delitem(globals(), "LATER", raising=False)
     monkeypatch.setitem(globals(), "LOSS", LOSS)
+    monkeypatch.setitem(globals(), "KIND", nn.Identity)
+    monkeypatch.setitem(globals(), "PACKAGE", math)
+    monkeypatch.delitem(globals(), "ascii", raising=False)
+    monkeypatch.delattr(builtins, "BUILTIN", raising=False)
     monkeypatch.setattr(nn.functional, "softplus", nn.functional.softplus)
     monkeypatch.setattr(nn.Linear, "forward", nn.Linear.forward)
     monkeypatch.setenv("SCALE", "1")
@@ -1064,6 +1263,9 @@ UNCOMPARED = {
     "eval": lambda: eval("1"),
     "import_module": lambda: import_module("os"),
     "get_num_threads": torch.get_num_threads,
+    "_getframe": lambda: inspect.currentframe(),
+    "get_ident": threading.current_thread,
+    "__subclasses__": lambda: Settings.__subclasses__(),
 }
 
 
@@ -1075,6 +1277,30 @@ def test_what_is_not_compared(name):
     calls.end()
     assert calls.objection is not None
     assert calls.objection.startswith(f"what {name}() gives is not compared before a replay, at test_step_reads.py:")
+
+
+@pytest.mark.parametrize("draw", [random.random, random.Random])
+def test_random_numbers_of_python_that_are_put_back(draw):
+    calls = Calls()
+    state = random.getstate()
+    calls.watch()
+    draw()
+    calls.end()
+    random.setstate(state)
+    assert calls.objection is not None and calls.objection.count("no replay would") == 1, calls.objection
+
+
+@pytest.mark.parametrize("make", [threading.Lock, threading.RLock, threading.Condition])
+def test_locks(make):
+    value = make()
+    (objection,) = state_of(lambda y: y * bool(value)).objections
+    assert objection == "value is a lock, which no replay would take; take it around the call of the step"
+
+
+def test_an_array_of_objects():
+    values = np.array([{}], dtype=object)
+    (objection,) = state_of(lambda y: y * len(values[0])).objections
+    assert objection == "values is an array of objects, which are not compared before a replay; make it a list"
 
 
 def test_a_file_that_is_read():

@@ -110,6 +110,7 @@ class _RecordedCall:
     kwargs: dict[str, Any]
     results: list[tuple[int, torch.Tensor]]  # leaf of the output, the tensor with its memory
     grad: bool = False  # the grad mode at the capture: some kernels compute more in it, such as an LSTM's on a CPU
+    inference: bool = False  # whether its results are inference tensors, to which nobody may write otherwise
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """Calls the operator, or the fusion, again, without history."""
@@ -228,7 +229,8 @@ class _Tape(_Reuse):
                     self._own.add(address(tensor))
                     results.append((leaf, tensor.detach()))
         if results or writes:  # a call without writes and new results made a view, which stays valid
-            self.steps.append(_RecordedCall(fn, recorded_args, recorded_kwargs, results, grad))
+            inference = torch.is_inference_mode_enabled()
+            self.steps.append(_RecordedCall(fn, recorded_args, recorded_kwargs, results, grad, inference))
         return output
 
     def _record_collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -352,9 +354,9 @@ class TapeGraph:
                 args, kwargs = step.args, step.kwargs
                 if has_sentinel:
                     args, kwargs = compat.tree_map_only(int, lambda i: by_sentinel.get(i, i), (args, kwargs))
-                output = step.run(args, kwargs)
-                if step.results:
-                    leaves = compat.tree_leaves(output)
+                with torch.inference_mode(step.inference):
+                    output = step.run(args, kwargs)
+                    leaves = compat.tree_leaves(output) if step.results else []
                     for leaf, tensor in step.results:
                         _once(tensor, tensor).copy_(_once(leaves[leaf], tensor))
                 _poison(self.free)

@@ -24,7 +24,9 @@ import importlib
 import inspect
 import io
 import linecache
+import logging
 import os
+import random
 import sys
 import threading
 import time
@@ -32,6 +34,7 @@ import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -49,21 +52,26 @@ from thunder_cg.step.snapshot import Undo, undos_of, undos_of_globals
 _GENERATED = ("<eval_with_key>", "thunder.")  # files with the code of graphs and traces
 _GENERATED_MODULES = "torch._inductor."  # wherever their files are
 _SEEDS = {"manual_seed", "seed", "set_offset", "set_state"}  # methods of a generator
+_STATES = {"getstate", "setstate"}  # methods that change nothing if the old state is set back
 _READS_OF_TENSORS = {"numpy", "tolist"}
 _READS_OF_SEEDS = {"get_offset", "get_state", "initial_seed"}
 _GETTERS = ("_get_", "_is_")  # those without a line in front are in `thread_states`, or deprecated
+_generator = vars(random)["_inst"]  # of the process
 _UNSEEN = {"__getattribute__", "__setattr__", "__delattr__", "getattr_static"}
 _ASKS: Any = torch.cuda.is_current_stream_capturing
 _WITHOUT_EFFECT = {"logging", "importlib._bootstrap"}  # modules
 # What they return is another value in each call.
-_UNSTEADY = {datetime.date.today, datetime.datetime.now, datetime.datetime.utcnow, os.urandom}
-_UNSTEADY |= {vars(time)[f"{clock}{unit}"] for clock in ("time", "monotonic", "perf_counter") for unit in ("", "_ns")}
+_UNSTEADY = {datetime.date.today, datetime.datetime.today, datetime.datetime.now, datetime.datetime.utcnow, os.urandom}
+_CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
+_UNSTEADY |= {vars(time)[f"{clock}{unit}"] for clock in _CLOCKS for unit in ("", "_ns")}
+_UNSTEADY |= {time.localtime, time.gmtime, time.ctime, time.strftime}
 _STARTS_OF_THREADS = {
     each for each in (getattr(_thread, n, None) for n in ("start_new_thread", "start_joinable_thread")) if each
 }
 # What they return is not compared before a replay, and may be another value in a later call.
 _UNCOMPARED = {eval, exec, __import__, input, open, decimal.getcontext}
-_UNCOMPARED |= {torch.get_num_threads, torch.get_num_interop_threads}
+_UNCOMPARED |= {torch.get_num_threads, torch.get_num_interop_threads, _thread.get_ident, _thread.get_native_id}
+_UNCOMPARED |= {sys._getframe, sys.getrecursionlimit, sys.getrefcount, gc.get_count, gc.get_objects, gc.get_referrers}
 _UNCOMPARED |= {*(vars(os)[name] for name in ("cpu_count", "getloadavg", "sched_getaffinity") if hasattr(os, name))}
 _OF_FILES = {"posix", "nt"}  # modules whose functions read files and what the process is
 _NO_READS = {"fspath", "getpid", "getppid", "write", "fsync", "close", "register_at_fork"}
@@ -72,7 +80,7 @@ _ENVIRONMENT = {vars(type(os.environ))[name].__code__ for name in ("__getitem__"
 _PASS_ON = {"random", "secrets", "uuid", "torch.cuda.random", "torch.random"}
 _PASS_ON |= {"os", "posixpath", "ntpath", "genericpath", "pathlib", "glob", "io", "shutil", "decimal"}
 _PASS_ON |= {"threading", "concurrent.futures.thread", "concurrent.futures._base", "multiprocessing.pool"}
-_PASS_ON |= {"importlib", "collections.abc", "torch.serialization"}
+_PASS_ON |= {"importlib", "inspect", "collections.abc", "torch.serialization"}
 
 
 class Calls:
@@ -92,8 +100,9 @@ class Calls:
             compiled does, and `object.__getattribute__`.
         events: of CUDA, that were recorded, and where, by identity.
         of_torch: functions of PyTorch's, as their code with their globals.
-        getters: functions of C of PyTorch's, of which some return settings.
+        getters: functions of C of PyTorch's, of which some return settings, and whether a logger logs.
         raised: the first method of a tensor that has raised an error, in words.
+        reads_gradients: whether a function that is not PyTorch's names ``grad``, and may ask whether there is one.
     """
 
     def __init__(self, device_type: str = "cuda") -> None:
@@ -109,6 +118,7 @@ class Calls:
         self._new: set[int] = set()  # objects that are made in the step
         self._ran: dict[Any, _Ran] = {}
         self.raised: str | None = None
+        self.reads_gradients = False
         self._undos: list[Undo] = []
         self._thread: int | None = None  # the one that is watched; backwards run on it, too
         self.forget_collectives()
@@ -148,6 +158,11 @@ class Calls:
             elif code is ThreadPoolExecutor.submit.__code__ and _is_called_by_user(frame.f_back):
                 problem = f"the step gives work to another thread{_line(frame)}, which is in no graph"
                 self.objection = f"{problem}; do that outside of the step"
+            elif code is random.Random.seed.__code__ and frame.f_locals["a"] is None and _is_called_by_user(frame):
+                problem = f"the step takes a seed from the system{_line(frame)}, and no replay would"
+                self.objection = f"{problem}; make generators of random numbers outside of the step"
+            elif code is logging.Logger.isEnabledFor.__code__ and _is_called_by_user(frame.f_back):
+                self.getters[partial(frame.f_locals["self"].isEnabledFor, frame.f_locals["level"])] = None
             elif code is importlib.import_module.__code__ and _is_called_by_user(frame):
                 self._refuse_uncompared(frame, "import_module")
             elif code not in self._foreign:
@@ -163,6 +178,9 @@ class Calls:
         elif event == "c_call" and called in _STARTS_OF_THREADS and _is_called_by_user(frame):
             problem = f"the step starts a thread{_line(frame)}, whose work is in no graph"
             self.objection = f"{problem}; do that outside of the step"
+        elif event == "c_call" and getattr(called, "__self__", None) is _generator and called.__name__ not in _STATES:
+            problem = f"the step draws Python's random numbers, or seeds them{_line(frame)}"
+            self.objection = self.objection or f"{problem}, and no replay would; draw with torch on the device"
         elif event == "c_call" and called is globals and _is_users(frame.f_code, frame.f_globals):
             problem = f"what globals() gives is not compared before a replay{_line(frame)}"
             self.objection = f"{problem}; name what the step needs"
@@ -225,7 +243,8 @@ class Calls:
 
     def _refuse_uncompared(self, frame: types.FrameType, name: str) -> None:
         problem = f"what {name}() gives is not compared before a replay{_line(frame)}"
-        self.objection = f"{problem}; call it outside of the step, and have the step read the result by a name"
+        fix = "call it outside of the step, and have the step read the result by a name"
+        self.objection = self.objection or f"{problem}; {fix}"
 
     def _note_generator(self, frame: types.FrameType, method: str) -> None:
         does = None
@@ -249,6 +268,7 @@ class Calls:
             return
         if is_installed(code.co_filename) and _logs_or_imports(frame):
             return
+        self.reads_gradients |= "grad" in code.co_names or "grad" in code.co_consts
         is_own = code.co_name in ("__init__", *_UNSEEN)  # what it does with an object was seen already
         self.looks_up_unseen |= not is_own and not _UNSEEN.isdisjoint(code.co_names)
         self._inner.update(each for each in code.co_consts if isinstance(each, types.CodeType))
@@ -298,6 +318,8 @@ class _Ran(NamedTuple):
 def _is_uncompared(called: Any) -> bool:
     """Whether a function of C reads a file, or anything else that is not compared."""
     owner = getattr(called, "__self__", None)
+    if called.__name__ == "__subclasses__":
+        return True
     if isinstance(owner, io.IOBase):
         return bool(called.__name__.startswith("read"))
     if isinstance(owner, types.ModuleType):

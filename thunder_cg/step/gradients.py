@@ -4,9 +4,10 @@ Note [Gradients of a step]
     The gradients that a step leaves are memory of its graph, and each replay writes them again. If anybody still holds
     one of them from an earlier step, the step runs in Python. So it does before another graph of the step is replayed,
     which may use the same memory for something else. What a step finds in ``.grad`` may be of three kinds. If the step
-    drops a gradient before any kernel has read it, as ``zero_grad()`` does, any gradient may be there later. If it
+    drops a gradient before any kernel has read it, as ``zero_grad()`` does, any gradient may be there later, or none.
+    There has to be one if code that is not PyTorch's names ``grad``, since it may ask whether there is one. If the step
     leaves it where it is, and no kernel uses it, as that of a generator while the discriminator is trained, any that is
-    laid out alike may be. Otherwise the graph reads it or adds to it, so it has to be the same tensor.
+    laid out alike may be there. Otherwise the graph reads it or adds to it, so it has to be the same tensor.
 
 Note [Memory of the gradients before]
     Without graphs, a step that drops its gradients has their memory for its activations. A graph has it only if it is
@@ -111,13 +112,13 @@ class GradientsBefore:
         return self._seen[1]
 
     def expected(self, addresses: Addresses) -> list[Any]:
-        """After the capture. For each parameter None, `ANY`, `LIKE`, or the gradient that has to be there."""
+        """After the capture. For each parameter None, `ANY`, `THERE`, `LIKE`, or the gradient that has to be there."""
         expected: list[Any] = []
         for i, (parameter, memory) in enumerate(zip(self._parameters, self.memory)):
             is_other = not _is_same_memory(parameter.grad, memory)
             is_unused = memory is not None and addresses.user_of(memory) is None
             if i in self._unread or (is_unused and is_other):
-                expected.append(ANY)
+                expected.append(THERE if self._calls.reads_gradients else ANY)
             elif is_unused and self._references[i]() is parameter.grad:
                 expected.append(LIKE)
             else:
@@ -160,6 +161,7 @@ def _uses_of_gradient(parameter: Tensor) -> tuple[int, int, int]:
 
 
 ANY = object()  # what a step finds in ``.grad`` does not matter
+THERE = object()  # it matters that there is one
 LIKE = object()  # it matters that there is one, and how it is laid out
 
 _gradient_of = attrgetter("grad")
@@ -169,10 +171,11 @@ class ExpectedGradients:
     """What has to be in ``.grad`` before a replay, where it matters: nothing, or a gradient that is at the same place.
 
     Args:
-        expected: for each parameter None, `ANY`, `LIKE` or a gradient.
+        expected: for each parameter None, `ANY`, `THERE`, `LIKE` or a gradient.
     """
 
     def __init__(self, parameters: Sequence[Tensor], expected: Sequence[Any]) -> None:
+        self._with = [parameter for parameter, each in zip(parameters, expected) if each is THERE]
         self._alike = [parameter for parameter, each in zip(parameters, expected) if each is LIKE]
         self._layouts = [layout(gradient) for each in self._alike if (gradient := each.grad) is not None]
         self._without = [parameter for parameter, each in zip(parameters, expected) if each is None]
@@ -185,6 +188,8 @@ class ExpectedGradients:
 
     def are_there(self) -> bool:
         if not all(map(is_, map(_gradient_of, self._without), repeat(None))):
+            return False
+        if any(map(is_, map(_gradient_of, self._with), repeat(None))):
             return False
         alike = [*map(_gradient_of, self._alike)]
         if any(map(is_, alike, repeat(None))) or [*map(layout, alike)] != self._layouts:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import update_wrapper
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -111,7 +112,7 @@ class GraphedStep:
 
     def __init__(self, fn: Callable[..., Any], options: StepOptions) -> None:
         update_wrapper(self, fn)
-        self._fn = fn
+        self._fn, self._options = fn, options
         self._roots: dict[str, Any] = {f"modules[{i}]": module for i, module in enumerate(options.modules)}
         self._roots |= {f"optimizers[{i}]": optimizer for i, optimizer in enumerate(options.optimizers)}
         self._backend = resolve(options.backend)
@@ -134,6 +135,10 @@ class GraphedStep:
         self._new_layout: Any = None  # the last one
         self.calls = self.replays = self.captures = self.raised = 0
         self.in_python: Counter[str] = Counter()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, such as one in a copy of the module that has the step, begins anew."""
+        return type(self), (self._fn, self._options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._lock:
@@ -192,6 +197,7 @@ class GraphedStep:
         result = self._launch(recording, carried, call)
         self.replays += 1
         recording.replays += 1
+        recording.last_call = self.calls
         self._unstable = 0
         return result
 
@@ -348,7 +354,7 @@ class GraphedStep:
         moved, after = None if is_new else state.moved_since(places), state.again()
         carried = newly_carried(state, after)
         self._carried |= {place.key: place for place in carried.values()}
-        before, now = state.facts | outside, after.facts | states_outside(state.device)
+        before, now = outside | state.facts, states_outside(state.device) | after.facts
         change = change_between(*({k: v for k, v in each.items() if k not in carried} for each in (before, now)))
         if change is None and moved is None:
             needs = python.allocated(after)
@@ -393,7 +399,7 @@ class GraphedStep:
         """Captures the step, which runs nothing. `CaptureRefused` or `RanksDiffer` if that cannot be."""
         layout, groups = call.layout, self._groups(call.layout) or []
         while len(self.recordings) >= self._max_recordings:
-            self.recordings.pop().close()
+            self._discard(min(self.recordings, key=attrgetter("last_call")))
         if self.arena is None:
             self._backend.give_back()  # what calls in Python have left in PyTorch's cache, which the pool cannot use
             self.arena = self._arenas.single()
@@ -431,6 +437,7 @@ class GraphedStep:
             if any_autocast_enabled():  # it holds weights in the pool
                 torch.clear_autocast_cache()
         recording.layout, recording.nbytes, recording.without_graphs = layout, ready.needs, ready.without_graphs
+        recording.last_call = self.calls
         if groups:
             recording.collectives = Collectives(groups, asks=True, watch=self._backend.watch_collectives)
             recording.collectives.held_by(self)
@@ -575,7 +582,7 @@ def graphed_step(
         optimizers: that it uses without naming them.
         backend: as for :func:`thunder_cg.cudagraph_transform`.
         max_recordings: graphs kept, one for each layout of the batch and each state, such as a learning rate that is a
-            number; the oldest goes first.
+            number; the one that was not used for longest goes first.
         memory_budget: how much memory the pool of all graphs of the step may have: bytes, or a share of the device as a
             float in (0, 1]. The gradients that stay after a call are part of it. Before a capture it is compared with
             what the step needs at least, as a call in Python has shown: the gradients, the copy of the batch, and, if

@@ -29,7 +29,7 @@ import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property, partial, partialmethod
 from glob import escape as glob_escape, glob
 from importlib.util import resolve_name
 from typing import Any, NamedTuple
@@ -168,8 +168,6 @@ def reads_of(fn: Callable[..., Any], modules: Iterable[nn.Module] = (), called: 
             value = read.get()
             if value is MISSING and of_package:
                 continue  # of which there are many
-            if isinstance(value, (types.ModuleType, type)) and not may_change(value):
-                continue
             is_method = isinstance(value, _METHODS) and not isinstance(value.__self__, types.ModuleType)
             if of_package and not is_method and not is_data(value):
                 continue
@@ -191,7 +189,8 @@ def reads_of(fn: Callable[..., Any], modules: Iterable[nn.Module] = (), called: 
                 if not of_package:
                     found.setdefault(place, replace(read, get=partial(_method_of, read.get), is_code=True))
             else:
-                found.setdefault(place, replace(read, is_code=_is_function(value)))
+                is_constant_name = isinstance(value, (types.ModuleType, type)) and not may_change(value)
+                found.setdefault(place, replace(read, is_code=is_constant_name or _is_function(value)))
     return _with_names(found, compiled)
 
 
@@ -226,9 +225,10 @@ def _forward_of(module: nn.Module) -> types.FunctionType | None:
 
 
 def _bound_by_partial(value: Any) -> Iterator[tuple[str, Any]]:
-    """The arguments that ``functools.partial`` has bound, with their names."""
+    """What ``functools.partial`` calls, and the arguments that it has bound, with their names."""
     while isinstance(value, partial):
         name = getattr(value.func, "__name__", "partial")
+        yield name, value.func
         yield from ((f"{name}({i})", argument) for i, argument in enumerate(value.args))
         yield from ((f"{name}({keyword}=)", argument) for keyword, argument in value.keywords.items())
         value = value.func
@@ -274,6 +274,9 @@ def links_of(path: Path) -> list[tuple[Any, str, Any]] | None:
             return None
         own = value if type(value) is dict else getattr(value, "__dict__", {})
         links.append((own if isinstance(value, (dict, types.ModuleType)) else value, name, own.get(name, MISSING)))
+        if name not in own and i == 0 and own is value:
+            own = builtins_of(own)
+            links.append((own, name, own.get(name, MISSING)))
         if name in own:
             value = own[name]
             continue
@@ -364,12 +367,11 @@ def _reads_in(function: types.FunctionType, owner: Any, is_rooted: bool) -> Iter
         elif of_package:
             label = f"{variables.get('__name__') if chain.scope == 'global' else function.__name__}.{name}"
         if name in bound and chain.scope != "global":
-            is_of_class = isinstance(owner, type) and attributes[:1] == ("__dict__",)  # which is a new proxy each time
-            if not is_of_class and not (is_rooted and attributes and _has(owner, attributes[0])):
+            if not (is_rooted and attributes and _has(owner, attributes[0])):
                 yield _read(label, at, owner, (), attributes, partial(value_of, owner))
         elif chain.scope == "cell" and name in cells:
             yield _read(label, at, cells[name], (), attributes, partial(_in_cell, cells[name]))
-        elif chain.scope == "global" and (name in variables or not hasattr(builtins, name)):
+        elif chain.scope == "global" and not (of_package and name not in variables and hasattr(builtins, name)):
             yield _read(label, at, variables, (name,), attributes, partial(_in_globals, variables, name))
         elif chain.scope == "import" and (module := _imported(name, variables)) is not None:
             yield _read(module, at, sys.modules, (module,), attributes, partial(_in_globals, sys.modules, module))
@@ -433,8 +435,10 @@ def _of_class(value: Any, name: str) -> Any:
 def _is_computed(owner: Any, name: str) -> bool:
     """Whether Python of the user's or of PyTorch's runs for a lookup, as for a weight that is parametrized."""
     if isinstance(owner, (types.ModuleType, type)):
-        return False
+        return isinstance(owner, type) and name == "__dict__"  # which is a new proxy each time
     member = _of_class(owner, name)
+    if isinstance(member, partialmethod):  # whose lookup makes a new one
+        return True
     is_own = _has(owner, name) if isinstance(owner, nn.Module) else name in getattr(owner, "__dict__", ())
     functions = [_of_class(owner, "__getattribute__")]
     if isinstance(member, property):
@@ -528,8 +532,16 @@ def _in_cell(cell: types.CellType, attributes: tuple[Any, ...]) -> Any:
     return value_of(value, attributes) if attributes and value is not MISSING else value
 
 
+def builtins_of(variables: dict[str, Any]) -> dict[str, Any]:
+    """Where Python looks for a name that the global variables do not have."""
+    found = variables.get("__builtins__", {})
+    return vars(found) if isinstance(found, types.ModuleType) else found
+
+
 def _in_globals(variables: dict[str, Any], name: str, attributes: tuple[Any, ...]) -> Any:
     value = variables.get(name, MISSING)
+    if value is MISSING:
+        value = builtins_of(variables).get(name, MISSING)
     return value_of(value, attributes) if attributes and value is not MISSING else value
 
 
@@ -616,9 +628,9 @@ def _grows_an_item(instructions: list[tuple[str, Any, int]]) -> bool:
 
 def _begun(name: str, value: Any, aliases: dict[str, _Chain | None]) -> _Chain | None:
     """The chain that an instruction begins, if it loads or stores a variable."""
-    if name in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"):
+    if name in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL"):
         return _Chain("global", value)
-    if name in ("LOAD_DEREF", "STORE_DEREF"):
+    if name in ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF", "STORE_DEREF"):
         return _Chain("cell", value)
     if name in _LOCALS:
         return aliases.get(value) or _Chain("local", value)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import sys
+from abc import get_cache_token
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -185,9 +186,10 @@ class StepRecording(RecordingUse):
     touched: list[Tensor]  # of the state: tensors whose version each step advances
     memory: frozenset[int]  # where the state's tensors are, and gradients that the step reads or adds to
     gradient_nbytes: int  # of the pool: recordings may share gradients
-    settings: list[tuple[Callable[[], Any], Any]]  # of PyTorch, that the step read
+    settings: list[tuple[Callable[[], Any], Any]]  # of PyTorch, that the step read, and what ABC.register() has changed
     carried: list[tuple[Callable[[Any], object], Any, int]]  # puts a value with a structure and a number of tensors
     only_once: CaptureRefused | None = None  # why no later replay would be right; the first one is
+    last_call: int = 0  # of the step that used it
     without_graphs: int = 0  # what a call in Python has allocated at a time, at least
     collectives: Collectives | None = None  # that it holds
     before: tuple[Snapshot, GradientsBefore] | None = None  # the capture, until the first replay
@@ -568,7 +570,10 @@ class StepCapture:
             gradient_nbytes=nbytes(g for g in tensors if g is not None and _is_in(g, pool)),
             only_once=missing,
             carried=body.carried,
-            settings=[(kernels, kernels()), *settings_in(self.calls.of_torch, self.calls.getters)],
+            settings=[
+                *((get, get()) for get in (kernels, get_cache_token)),
+                *settings_in(self.calls.of_torch, self.calls.getters),
+            ],
         )
 
     def _touched(self, versions: Sequence[int], buffers: Sequence[Tensor]) -> list[Tensor]:

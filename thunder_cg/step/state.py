@@ -34,11 +34,12 @@ import pickle
 import random
 import re
 import sys
+import threading
 import types
 import weakref
 from array import array
-from collections import OrderedDict, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set, ValuesView
 from decimal import Decimal, getcontext
 from functools import lru_cache, partial, singledispatchmethod
 from itertools import starmap, takewhile
@@ -95,15 +96,18 @@ from thunder_cg.step.snapshot import Snapshot, data_of_c
 
 ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, range)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+_COLLECTIONS = (Mapping, Sequence, Set, ValuesView)
 _MAX_ITEMS = 10_000  # of a container that can be compared before each replay
 _MAX_ARRAY = 2**16  # bytes of an array that can
 _MAX_DEPTH = 8
 _UNREPORTED = object()  # stands for a dictionary to which somebody may write unseen
 _NAMESPACES = types.SimpleNamespace, argparse.Namespace
+_LOCKS = type(threading.Lock()), type(threading.RLock()), threading.Condition
 _OF_MODULES = ("training", "_parameters", "_buffers", "_modules")  # that each module has in its dictionary
 _OPAQUE = types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.CodeType, type
 
 _Cached = type(lru_cache(len))
+_bases_of = attrgetter("__mro__")
 _random: Any = random.random  # of the generator of the process
 
 Facts = dict[str, Any]
@@ -188,6 +192,7 @@ class _Collector:
         self.versions: list[tuple[Tensor, int]] = []  # of tensors whose values a graph has baked in
         self.values: list[tuple[Callable[[], Any], Any]] = []  # see Note [Values that nobody reports]
         self.looked_up: list[_LookedUp] = []
+        self.bases: dict[type, tuple[type, ...]] = {}  # of classes
         self.kinds: dict[type, None] = {}  # of the user's objects
         self.compiled_kinds: dict[type, None] = {}  # those of them that what is compiled may read
         self.objects: list[Any] = []
@@ -211,8 +216,10 @@ class _Collector:
             self._add_referent(label, value, partial(_proxied, value), depth)
         elif value is MISSING or isinstance(value, ATOMS):
             self.facts[label] = _fact_of(value)
-            if isinstance(value, enum.Enum) and may_change(type(value)):
+            if _is_users_atom(value):
                 self._add_own_attributes(label, value, depth)
+                if not isinstance(value, enum.Enum):
+                    self.add_class(label, value, depth)
         elif isinstance(value, Tensor):
             self._add_tensor(label, value, depth)
             if type(value) is Tensor:
@@ -241,15 +248,23 @@ class _Collector:
             self.add(label, value.dispatcher, depth)
         elif isinstance(value, _Cached):
             self._add_cached(label, value, depth)
+        elif _is_bound(value):
+            self.facts[label] = Same(value)
+            self.add(f"{label}.__self__", value.__self__, depth + 1)
+        elif isinstance(value, _LOCKS):
+            self.facts[label] = Same(value)
+            problem = f"{label} is a lock, which no replay would take"
+            self.objections.append(f"{problem}; take it around the call of the step")
         elif isinstance(value, partial):
             self.facts[label] = Same(value)
+            self.add(f"{label}.func", value.func, depth + 1)
             self.add(f"{label}.args", value.args, depth + 1)
             self.add(f"{label}.keywords", value.keywords, depth + 1)
         elif (refers_to := _referent_of(value)) is not None:
             self._add_referent(label, value, refers_to, depth)
         elif (get := _content_of(value)) is not None:
             self._add_value(label, value, get)
-        elif isinstance(value, (Mapping, Sequence, Set)) and value is not os.environ and not _is_users(value):
+        elif isinstance(value, _COLLECTIONS) and value is not os.environ and not _is_users(value):
             self.facts[label] = Same(value)
             copied: Any = dict if isinstance(value, Mapping) else list
             if len(value) <= _MAX_ITEMS:
@@ -336,6 +351,9 @@ class _Collector:
             problem = f"{label} is an array of {nbytes:,} bytes, and up to {_MAX_ARRAY:,} are compared before a replay"
             self.objections.append(f"{problem}; make it a tensor before the step")
             return
+        if getattr(getattr(value, "dtype", None), "hasobject", False):
+            problem = f"{label} is an array of objects, which are not compared before a replay"
+            self.objections.append(f"{problem}; make it a list")
         self._add_content(label, value, get)
 
     def _add_content(self, label: str, value: Any, get: Callable[[], Any]) -> None:
@@ -399,6 +417,9 @@ class _Collector:
     def _add_names(self, label: str, value: types.ModuleType | type, depth: int) -> None:
         """A class or a module, and what it defines; of a class of a package its data, of a module plain values."""
         self.facts[label] = Same(value)
+        if isinstance(value, type) and may_change(value):
+            self.bases[value] = value.__mro__
+            self.facts[f"the bases of {label}"] = Content([*map(Same, value.__mro__)])
         kinds = (value, type(value)) if isinstance(value, type) else ()
         defined: list[Any] = [each for kind in kinds for each in kind.__mro__] or [value]
         new = [each for each in defined if id(each) not in self._objects and may_change(each)]
@@ -410,6 +431,8 @@ class _Collector:
             where = label if each is value else f"{each.__name__} of {label}"
             counts = (lambda _: True) if is_users(each) else is_data if isinstance(each, type) else _is_atom
             for name, member in [*names.items()]:
+                if isinstance(member, _LOCKS):
+                    continue  # which others may take; one that the step takes by a name is found by that
                 if isinstance(member, types.FunctionType) if name.startswith("__") else counts(member):
                     self.add(f"{where}.{name}", member, depth + 1)
 
@@ -425,6 +448,9 @@ class _Collector:
         self._add_own_attributes(label, value, depth)
         if isinstance(value, dict):
             self._watch(value, value)
+            if isinstance(value, defaultdict):
+                self.values.append((partial(getattr, value, "default_factory"), value.default_factory))
+                self.add(f"{label}.default_factory", value.default_factory, depth + 1)
             if isinstance(value, OrderedDict):  # which nobody reports if only the order changes
                 self.values.append((partial(_order_of, value), _order_of(value)))
             items = plain_copy(value)
@@ -527,6 +553,7 @@ class _Watch:
         sets = [(now, then) for now, then in collector.containers if isinstance(now, set)]
         self._sets, self._sets_then = [now for now, _ in sets], [then for _, then in sets]
         self._versions, self._values, self._looked_up = collector.versions, collector.values, collector.looked_up
+        self._kinds, self._bases = [*collector.bases], [*collector.bases.values()]
         self._has_same = attribute_guard([(each.value, each.attributes) for each in self._looked_up], MISSING)
 
     def is_untouched(self) -> bool:
@@ -535,6 +562,7 @@ class _Watch:
             and (self._has_same() or all(each.is_unchanged() for each in self._looked_up))
             and all(map(_is_unchanged, self._lists))
             and self._sets == self._sets_then
+            and all(map(is_, map(_bases_of, self._kinds), self._bases))
             and all(version(tensor) == then for tensor, then in self._versions)
             and all(get() == then for get, then in self._values)
         )
@@ -659,7 +687,7 @@ class StepState:
             return value.device.type == self._device_type and not vars(value)
         if isinstance(value, types.FunctionType):
             return not vars(value)
-        if isinstance(value, enum.Enum) and may_change(type(value)):
+        if _is_users_atom(value) or _is_bound(value):
             return False
         if isinstance(value, (_Cached, singledispatchmethod, Decimal)):
             return False
@@ -710,6 +738,9 @@ class StepState:
                 raise CaptureRefused(f"the step uses a {kind.__name__}, which is no plain tensor{fix}")
             if tensor.is_nested:
                 raise CaptureRefused("the step uses a nested tensor, which has no shape; pad it")
+            if tensor.is_inference():
+                problem = "the step uses a tensor made in inference mode, which does not show who writes to it"
+                raise CaptureRefused(f"{problem}; clone it outside of inference mode, or make it in no_grad()")
             if not has_storage(tensor):
                 raise CaptureRefused(f"the step uses a tensor with the layout {tensor.layout}, which has no address")
         self._metadata = tensor_guards(self.tensors)
@@ -744,6 +775,8 @@ class StepState:
     def _are_facts_same(self) -> bool:
         """Collects the facts again where something was written to. Those of roots are many."""
         is_new_hook = registered_hooks() != self._hooks_registered
+        if is_new_hook and any(hook for tensor in self.tensors for hook in hooks_of(tensor)):
+            return False
         are_same = all(read.get() is value for read, value in self._others)
         if is_new_hook or not are_same or not self._behind_names.is_untouched():
             others = self._collect_others()
@@ -761,7 +794,7 @@ class StepState:
 
     def line_of(self, change: str) -> str:
         """The line of the user's code that names what a change is of: " (see train.py:31)"; "" if none is known."""
-        label = re.sub(r"^(len\(|what |the order of |type\()+", "", change)
+        label = re.sub(r"^(len\(|what |the order of |the bases of |type\()+", "", change)
         names = [n for n, line in self._lines.items() if line and re.match(rf"{re.escape(n)}\W", label)]
         return f" (see {self._lines[max(names, key=len)]})" if names else ""
 
@@ -856,7 +889,7 @@ def _may_get_gradient(tensor: Tensor) -> bool:
 def _content_of(value: Any) -> Callable[[], Any] | None:
     """How to get what a value holds, if that changes without a trace: an array, or a generator of random numbers.
 
-    The generators of a process have `random_states`.
+    Python's generator of the process has `random_states`.
     """
     if isinstance(value, random.Random) and value is not _random.__self__:
         return value.getstate
@@ -876,7 +909,7 @@ def _content_of(value: Any) -> Callable[[], Any] | None:
     if isinstance(value, (numpy.ndarray, numpy.generic)):
         return lambda: (value.shape, value.dtype, value.tobytes())
     generators = numpy.random.Generator, numpy.random.RandomState
-    if isinstance(value, generators) and value is not numpy.random.rand.__self__:
+    if isinstance(value, generators):
         return lambda: pickle.dumps(value)
     return None
 
@@ -992,6 +1025,17 @@ def is_object(value: Any) -> bool:
 
 def _is_atom(value: Any) -> bool:
     return isinstance(value, ATOMS)
+
+
+def _is_users_atom(value: Any) -> bool:
+    """Whether its class may have attributes, and give it some."""
+    return isinstance(value, ATOMS) and type(value) not in ATOMS and may_change(type(value))
+
+
+def _is_bound(value: Any) -> bool:
+    """Whether a value is a method of C with its object, such as that of a dictionary."""
+    is_method = isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType))
+    return is_method and not isinstance(value.__self__, (types.ModuleType, type, type(None)))
 
 
 def _is_torch_object(value: Any) -> bool:  # such as a GradScaler
