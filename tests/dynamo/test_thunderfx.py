@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import logging
@@ -961,3 +962,34 @@ def test_what_is_written_through_data_keeps_its_gradient(pair, device, function)
         for result in results:
             result.sum().backward()
     torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
+
+
+class _Casts(nn.Module):
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.inside = nn.Linear(4, 4), nn.Linear(4, 4), inside
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16) if self.inside else contextlib.nullcontext():
+            y = self.second(torch.tanh(self.first(x)))
+            with torch.autocast("cpu", enabled=not self.inside):  # Thunder raises if another one is around
+                return self.second(y.float()) + self.first(x)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_layers_under_autocast_are_one_piece(inside):
+    """Thunder's own thunderfx tries a layer without autocast, and so gives Inductor each one after the first."""
+    model = _Casts(inside)
+    twin = copy.deepcopy(model)
+    compiled = thunderfx(model, backend="tape")
+    for _ in range(4):
+        x = torch.randn(2, 4)
+        with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
+            found, expected = compiled(x), twin(x)
+        assert torch.equal(found, expected)
+        found.sum().backward()
+        expected.sum().backward()
+    report = explain(compiled)
+    assert not (report.outside or report.causes) and [len(trace.regions) for trace in report.traces] == [1, 1]
+    gradients = [[p.grad for p in each.parameters()] for each in (model, twin)]
+    torch.testing.assert_close(*gradients, atol=0.05, rtol=0.05)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
+from itertools import takewhile
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from thunder.core.compile_data import get_compile_data
 from thunder.dynamo import splitter, utils
 from thunder.dynamo.utils import SplitReason, SplitReasonType
 from torch._dynamo.utils import numpy_method_wrapper, numpy_operator_wrapper, numpy_to_tensor_wrapper
@@ -211,10 +213,12 @@ def keeping_fallbacks(
         return whole
 
     def try_once(symbol: Any, node: Node, options: dict[str, Any]) -> tuple[bool, SplitReason | None]:
+        casts = tuple(_autocasts_at(node))
         key = _trial(symbol, node, options)
+        key = (key, casts) if key is not None else None
         if key is not None and key in succeeded:
             return True, None
-        result = try_symbol(symbol, node, options)
+        result = try_symbol(_under_autocast(symbol, casts), node, options)
         if key is not None and result[0]:
             succeeded.add(key)
         return result
@@ -235,6 +239,37 @@ def keeping_fallbacks(
         patch.object(torch._inductor, "compile", around_inductor(torch._inductor.compile)),
     ):
         yield
+
+
+Autocast = tuple[str, torch.dtype, bool]  # the type of device, the dtype, whether it casts
+
+
+def _autocasts_at(node: Node) -> Iterator[Autocast]:
+    """Those that a node is inside of, the outermost first."""
+    for kind in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(kind):
+            yield kind, torch.get_autocast_dtype(kind), True
+    if not node.graph.find_nodes(op="call_function", target=torch.amp.autocast_mode._enter_autocast):
+        return
+    inside: dict[Any, None] = {}
+    for each in takewhile(lambda other: other is not node, node.graph.nodes):
+        if each.target is torch.amp.autocast_mode._enter_autocast:
+            inside[each] = None
+        elif each.target is torch.amp.autocast_mode._exit_autocast:
+            inside.pop(each.args[0], None)
+    for device_type, dtype, enabled, *_ in (each.args for each in inside):
+        yield device_type, dtype or torch.get_autocast_dtype(device_type), enabled
+
+
+def _under_autocast(symbol: Any, casts: Sequence[Autocast]) -> Any:
+    """A symbol that Thunder tries with its arguments cast, as it does where it traces under autocast."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for each in casts:
+            get_compile_data().autocast_stack.push(*each)
+        return symbol(*args, **kwargs)
+
+    return call if casts else symbol
 
 
 def _trial(symbol: Any, node: Node, options: dict[str, Any]) -> Any:
