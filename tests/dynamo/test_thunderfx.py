@@ -595,9 +595,10 @@ def test_the_report_says_why_dynamo_compiled_anew(backend, device):
         def forward(self, x, flag, sizes):
             return (torch.sin(x) if flag else torch.cos(x)) * len(sizes) + x
 
-    model, other = (thunderfx(Model(), backend=backend) for _ in range(2))
+    model, other, twin = (thunderfx(Model(), backend=backend) for _ in range(3))
     x = torch.randn(4, device=device)
     for flag, sizes in ((True, [1]), (False, [1]), (True, [1, 2]), (True, [1, 2, 3])):
+        twin(x, flag, sizes)  # Dynamo looks at its version first, and says that it is of another function
         model(x, flag, sizes)
     other(x, True, [1])
     found = explain(model).recompilations
