@@ -571,6 +571,23 @@ def test_functions_of_numpy_keep_the_names_of_their_arguments():
     same(graphed(x), fn(x))
 
 
+@pytest.mark.parametrize(
+    "sized",
+    [
+        lambda x, n: x.new_zeros(n, 4).sum(0) + x[:, :n].sum(),
+        lambda x, n: x.relu().repeat(n, 1).sum(0) * n,
+        lambda x, n: torch.zeros(n * 2, 4).sum(0) + x.sin(),
+    ],
+)
+def test_sizes_that_are_numbers_of_numpy(sized):
+    """Dynamo passes them as tensors, and Thunder's own thunderfx raises a KeyError."""
+    graphed = thunderfx(sized, backend="tape")
+    for n in (2, 2, 3, 3, 3):
+        x = torch.randn(3, 4)
+        same(graphed(x, np.int64(n)), sized(x, np.int64(n)))
+    assert not any("new_zeros" in each.operator or "repeat" in each.operator for each in explain(graphed).outside)
+
+
 def test_the_report_says_that_numpy_draws_other_numbers_under_dynamo():
     """As in the masks of a Wav2Vec2 that trains."""
 
@@ -589,9 +606,10 @@ def test_the_report_says_why_dynamo_compiled_anew(backend, device):
         def forward(self, x, flag, sizes):
             return (torch.sin(x) if flag else torch.cos(x)) * len(sizes) + x
 
-    model, other = (thunderfx(Model(), backend=backend) for _ in range(2))
+    model, other, twin = (thunderfx(Model(), backend=backend) for _ in range(3))
     x = torch.randn(4, device=device)
     for flag, sizes in ((True, [1]), (False, [1]), (True, [1, 2]), (True, [1, 2, 3])):
+        twin(x, flag, sizes)  # Dynamo looks at its version first, and says that it is of another function
         model(x, flag, sizes)
     other(x, True, [1])
     found = explain(model).recompilations

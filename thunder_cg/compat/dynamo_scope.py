@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import torch
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
-from torch._dynamo import cache_size, config, convert_frame, pgo
+from torch._dynamo import cache_size, config, convert_frame, guards, pgo
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.source import AttrSource
 from torch._dynamo.symbolic_convert import TensorifyState
@@ -34,6 +34,7 @@ _call_method_of_logger = misc.LoggingLoggerVariable.call_method
 _wrap_symfloat = builder.VariableBuilder.wrap_symfloat
 _method_item = TensorVariable.method_item
 _has_same_id_matched_objs = cache_size._has_same_id_matched_objs
+_recompilation_reasons = guards.get_and_maybe_log_recompilation_reasons
 
 # Files of the nodes in autograd's graph. A ``torch.autograd.grad`` at a graph break runs them under Dynamo's eyes.
 _FASTPATH = Path(__file__).parents[1] / "fastpath"
@@ -70,6 +71,7 @@ def scope_dynamo(function: Any) -> None:
             _floats_constant_at_first(),
             _reading_constants(),
             _counting_versions_of(backend),
+            _own_reasons_first(),
         ):
             return convert(frame, *args, skip=skip + 1, **kwargs)
 
@@ -115,6 +117,15 @@ def _counting_versions_of(backend: Any) -> AbstractContextManager[Any]:
         return entry.backend is backend and _has_same_id_matched_objs(frame, entry)
 
     return patch.object(cache_size, "_has_same_id_matched_objs", counts)
+
+
+def _own_reasons_first() -> AbstractContextManager[Any]:
+    """Has Dynamo note what a call did not meet of a version of this function, not that other versions are of others."""
+
+    def reasons(*args: Any, **kwargs: Any) -> list[str]:
+        return sorted(_recompilation_reasons(*args, **kwargs), key=lambda reason: "BACKEND_MATCH failure" in reason)
+
+    return patch.object(convert_frame, "get_and_maybe_log_recompilation_reasons", reasons)
 
 
 def _floats_constant_at_first() -> AbstractContextManager[Any]:

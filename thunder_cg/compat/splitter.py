@@ -14,9 +14,11 @@ import torch
 from thunder.core.compile_data import get_compile_data
 from thunder.dynamo import splitter, utils
 from thunder.dynamo.utils import SplitReason, SplitReasonType
+from torch._dynamo.source import NumpyTensorSource
 from torch._dynamo.utils import numpy_method_wrapper, numpy_operator_wrapper, numpy_to_tensor_wrapper
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.fx import Graph, GraphModule, Node, Proxy
+from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.fx.node import map_arg
 from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._sympy.interp import sympy_interp
@@ -40,6 +42,7 @@ __all__ = [
     "is_collective",
     "is_differentiable",
     "is_for_splitter",
+    "is_number_of_numpys",
     "is_supported",
     "is_traced",
     "is_unused",
@@ -50,6 +53,8 @@ __all__ = [
     "numpy_name",
     "on_examples",
     "operator_name",
+    "read_number",
+    "symbols_of_sizes",
     "without_gradient",
 ]
 
@@ -176,6 +181,27 @@ def numpy_name(node: Node) -> str | None:
     module = getattr(getattr(function, "f", None), "__module__", "")
     kind = "numpy.random" if module == "torch._numpy.random" else "numpy"
     return f"{kind}.{function.__name__.removeprefix('wrapped_').removeprefix('wrapped_')}"
+
+
+def is_number_of_numpys(node: Node) -> bool:
+    """Whether it is a tensor that Dynamo has in the place of an integer of NumPy's."""
+    is_numpys = isinstance(getattr(node, "_dynamo_source", None), NumpyTensorSource) or numpy_name(node) is not None
+    value = node.meta.get("example_value")
+    return is_numpys and isinstance(value, torch.Tensor) and value.dim() == 0 and value.dtype is torch.int64
+
+
+def read_number(tensor: Node) -> Node:
+    """A node that reads the number that a tensor of a graph holds, where the graph inserts now, as Dynamo writes it."""
+    node = tensor.graph.call_function(numpy_method_wrapper("item"), (tensor,))
+    node.meta["example_value"] = on_examples(torch.Tensor.item, (example(tensor),), {})
+    return node
+
+
+def symbols_of_sizes(*nodes: Node) -> frozenset[Any]:
+    """The symbols in the sizes of tensors of a graph, and in its integers."""
+    values = (node.meta.get("example_value") for node in nodes)
+    sized = [value for value in values if isinstance(value, (torch.Tensor, torch.SymInt))]
+    return frozenset[Any]().union(*map(free_symbols, sized))
 
 
 def fallback_of(node: Node) -> Callable[..., Any] | None:

@@ -29,6 +29,7 @@ from thunder_cg.compat.splitter import (
     is_collective,
     is_differentiable,
     is_for_splitter,
+    is_number_of_numpys,
     is_supported,
     is_unused,
     is_wait,
@@ -36,6 +37,8 @@ from thunder_cg.compat.splitter import (
     numpy_name,
     on_examples,
     operator_name,
+    read_number,
+    symbols_of_sizes,
     without_gradient,
 )
 from thunder_cg.compat.thunder import symbols_of_functions
@@ -110,6 +113,7 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
     for node in module.graph.find_nodes(op="call_method", target="item"):
         _write_number(node)
     _detach_data(module.graph)
+    _read_sizes_first(module.graph)
     for call in checkpoints(module.graph):
         _rewrite_checkpointed(call, module, options)
     _give_autograd_functions_what_they_use(module)
@@ -213,6 +217,29 @@ def _write_number(node: Node) -> None:
     """Dynamo reads a float that changes from call to call from a tensor, also where it compiles for each value."""
     if (number := fixed_float(node)) is not None:
         _replace(node, number)
+
+
+def _read_sizes_first(graph: Graph) -> None:
+    """A number of NumPy's is read before a tensor has the size that it holds, as PyTorch's split of a graph wants it.
+
+    Dynamo passes a number of the user's as a tensor: ``x.new_zeros(n)`` takes it as it is, and ``x[:n]`` reads it.
+    """
+    placeholders = graph.find_nodes(op="placeholder")
+    read: dict[Any, Node] = {}
+    for node in [*graph.nodes]:
+        if numpy_name(node) == "numpy.item" and isinstance(_value(node), torch.SymInt) and node.args:
+            read[node.args[0]] = node
+            _after(node.args[0], placeholders).append(node)
+        elif not symbols_of_sizes(node) <= symbols_of_sizes(*placeholders):
+            for number in filter(is_number_of_numpys, node.all_input_nodes):
+                if number not in read:
+                    with graph.inserting_after(_after(number, placeholders)):
+                        read[number] = read_number(number)
+                node.replace_input_with(number, read[number])
+
+
+def _after(node: Node, placeholders: Sequence[Node]) -> Node:
+    return placeholders[-1] if node in placeholders else node
 
 
 def _name_inplace(node: Node) -> None:
