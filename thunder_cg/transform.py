@@ -114,6 +114,14 @@ class CudagraphTransform(compat.Transform):
         """Itself: its bounds hold for all that it compiles. Lightning copies the backend of ``torch.compile``."""
         return self
 
+    def __repr__(self) -> str:
+        """Python that makes one alike: the reproducers that ``thunderfx`` saves have it, and import Thunder alone."""
+        fields = type(self.options).__dataclass_fields__.values()
+        given = {f.name: getattr(self.options, f.name) for f in fields if getattr(self.options, f.name) != f.default}
+        names = {name: sorted(map(str, value)) for name, value in given.items() if name in ("allow", "deny")}
+        passed = ", ".join(f"{name}={value!r}" for name, value in {**given, **names}.items())
+        return f"__import__('thunder_cg').cudagraph_transform({passed})"
+
     def transform_module(self, model: compat.ThunderModule) -> None:
         """Gives the compiled module its fast path to the graphs."""
         install(model)

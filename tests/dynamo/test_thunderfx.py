@@ -127,6 +127,14 @@ def test_a_deep_copy_is_compiled_itself(backend, device):
     assert replays(twin.forward) == 2 and replays(model.forward) == 0
 
 
+def test_a_reproducer_that_thunder_saves_has_the_transform():
+    """The script imports Thunder alone, and is written with what this function returns."""
+    transform = cudagraph_transform(deny=["torch.cos", "torch.sin"], backend="tape", max_arenas=3)
+    said = utils.thunder_options_to_str({"transforms": [transform]})
+    (made,) = eval(f"dict({said})")["transforms"]
+    assert made.options == transform.options and made is not transform
+
+
 def test_thunders_compiler_is_copied_with_the_transform(transform, device):
     """As Lightning does for each ``torch.compile`` of a module."""
     backend = copy.deepcopy(thunder.dynamo.ThunderCompiler(transforms=[transform()]))
