@@ -9,6 +9,7 @@ from __future__ import annotations
 import linecache
 import os
 import re
+import sys
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ __all__ = [
     "BEFORE_BREAK",
     "PACKAGES",
     "arguments_at",
+    "getframe",
     "is_in_library",
     "is_pythons",
     "is_torchs",
@@ -32,6 +34,8 @@ __all__ = [
     "keep_lines",
     "line_in_trace",
 ]
+
+getframe: Any = sys._getframe
 
 BEFORE_BREAK = "a value from before the graph break"  # which has no name in the user's code
 _copy = BoundSymbol.from_bsym

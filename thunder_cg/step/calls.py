@@ -41,6 +41,7 @@ import torch
 
 from thunder_cg.compat.cuda import is_current_stream_capturing
 from thunder_cg.compat.distributed import ProcessGroup, Work, is_torchs_own, told_of_collectives, uncapturable
+from thunder_cg.compat.lines import getframe
 from thunder_cg.compat.torch import code_before_dynamo, has_storage, is_restored_by_dynamo, tensors_in, variables_of
 from thunder_cg.errors import CaptureLater, CaptureRefused
 from thunder_cg.runtime.tensors import address_if_any
@@ -56,7 +57,7 @@ _STATES = {"getstate", "setstate"}  # methods that change nothing if the old sta
 _READS_OF_TENSORS = {"numpy", "tolist"}
 _READS_OF_SEEDS = {"get_offset", "get_state", "initial_seed"}
 _GETTERS = ("_get_", "_is_")  # those without a line in front are in `thread_states`, or deprecated
-_generator = vars(random)["_inst"]  # of the process
+_random: Any = random.random  # of the generator of the process
 _UNSEEN = {"__getattribute__", "__setattr__", "__delattr__", "getattr_static"}
 _ASKS: Any = torch.cuda.is_current_stream_capturing
 _WITHOUT_EFFECT = {"logging", "importlib._bootstrap"}  # modules
@@ -71,7 +72,7 @@ _STARTS_OF_THREADS = {
 # What they return is not compared before a replay, and may be another value in a later call.
 _UNCOMPARED = {eval, exec, __import__, input, open, decimal.getcontext}
 _UNCOMPARED |= {torch.get_num_threads, torch.get_num_interop_threads, _thread.get_ident, _thread.get_native_id}
-_UNCOMPARED |= {sys._getframe, sys.getrecursionlimit, sys.getrefcount, gc.get_count, gc.get_objects, gc.get_referrers}
+_UNCOMPARED |= {getframe, sys.getrecursionlimit, sys.getrefcount, gc.get_count, gc.get_objects, gc.get_referrers}
 _UNCOMPARED |= {*(vars(os)[name] for name in ("cpu_count", "getloadavg", "sched_getaffinity") if hasattr(os, name))}
 _OF_FILES = {"posix", "nt"}  # modules whose functions read files and what the process is
 _NO_READS = {"fspath", "getpid", "getppid", "write", "fsync", "close", "register_at_fork"}
@@ -178,7 +179,11 @@ class Calls:
         elif event == "c_call" and called in _STARTS_OF_THREADS and _is_called_by_user(frame):
             problem = f"the step starts a thread{_line(frame)}, whose work is in no graph"
             self.objection = f"{problem}; do that outside of the step"
-        elif event == "c_call" and getattr(called, "__self__", None) is _generator and called.__name__ not in _STATES:
+        elif (
+            event == "c_call"
+            and getattr(called, "__self__", None) is _random.__self__
+            and called.__name__ not in _STATES
+        ):
             problem = f"the step draws Python's random numbers, or seeds them{_line(frame)}"
             self.objection = self.objection or f"{problem}, and no replay would; draw with torch on the device"
         elif event == "c_call" and called is globals and _is_users(frame.f_code, frame.f_globals):

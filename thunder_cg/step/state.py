@@ -107,6 +107,7 @@ _OF_MODULES = ("training", "_parameters", "_buffers", "_modules")  # that each m
 _OPAQUE = types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.CodeType, type
 
 _Cached = type(lru_cache(len))
+_FUNCTIONS = types.FunctionType, singledispatchmethod, _Cached, partial
 _bases_of = attrgetter("__mro__")
 _random: Any = random.random  # of the generator of the process
 
@@ -238,28 +239,12 @@ class _Collector:
             self._add_container(label, value, depth, places)
         elif isinstance(value, (types.ModuleType, type)):
             self._add_names(label, value, depth)
-        elif isinstance(value, types.FunctionType):
-            self.facts[label] = Same(value)
-            if not is_installed(value.__code__.co_filename):
-                self._add_own_attributes(label, value, depth)
-            elif isinstance(registry := vars(value).get("registry"), types.MappingProxyType):  # of singledispatch
-                self.add(f"{label}.registry", registry, depth + 1)
-        elif isinstance(value, singledispatchmethod):
-            self.add(label, value.dispatcher, depth)
-        elif isinstance(value, _Cached):
-            self._add_cached(label, value, depth)
-        elif _is_bound(value):
-            self.facts[label] = Same(value)
-            self.add(f"{label}.__self__", value.__self__, depth + 1)
+        elif isinstance(value, _FUNCTIONS) or _is_bound(value):
+            self._add_function(label, value, depth)
         elif isinstance(value, _LOCKS):
             self.facts[label] = Same(value)
             problem = f"{label} is a lock, which no replay would take"
             self.objections.append(f"{problem}; take it around the call of the step")
-        elif isinstance(value, partial):
-            self.facts[label] = Same(value)
-            self.add(f"{label}.func", value.func, depth + 1)
-            self.add(f"{label}.args", value.args, depth + 1)
-            self.add(f"{label}.keywords", value.keywords, depth + 1)
         elif (refers_to := _referent_of(value)) is not None:
             self._add_referent(label, value, refers_to, depth)
         elif (get := _content_of(value)) is not None:
@@ -278,6 +263,24 @@ class _Collector:
             self._add_object(label, value, depth)
         else:
             self.facts[label] = _fact_of(value)
+
+    def _add_function(self, label: str, value: Any, depth: int) -> None:
+        self.facts[label] = Same(value)
+        if isinstance(value, types.FunctionType):
+            if not is_installed(value.__code__.co_filename):
+                self._add_own_attributes(label, value, depth)
+            elif isinstance(registry := vars(value).get("registry"), types.MappingProxyType):  # of singledispatch
+                self.add(f"{label}.registry", registry, depth + 1)
+        elif isinstance(value, singledispatchmethod):
+            self.add(label, value.dispatcher, depth)
+        elif isinstance(value, _Cached):
+            self._add_cached(label, value, depth)
+        elif isinstance(value, partial):
+            self.add(f"{label}.func", value.func, depth + 1)
+            self.add(f"{label}.args", value.args, depth + 1)
+            self.add(f"{label}.keywords", value.keywords, depth + 1)
+        else:  # a method of C
+            self.add(f"{label}.__self__", value.__self__, depth + 1)
 
     def _add_referent(self, label: str, value: Any, refers_to: Callable[[], Any], depth: int) -> None:
         self.facts[label] = Same(value)
@@ -301,7 +304,6 @@ class _Collector:
 
     def _add_cached(self, label: str, value: Any, depth: int) -> None:
         """What a function of `lru_cache` has cached: Python does not run for it, so nobody sees what it has read."""
-        self.facts[label] = Same(value)
         for cached in gc.get_referents(value):
             if type(cached) is not dict or cached is vars(value):
                 continue
