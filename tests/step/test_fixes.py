@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils.checkpoint import checkpoint
 
 from thunder_cg.step import fixes
-from thunder_cg.step.state import Same
+from thunder_cg.step.facts import Same
 
 pytestmark = pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")
 

@@ -48,7 +48,8 @@ from thunder_cg import explain
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.step import recording
 from thunder_cg.step.calls import Calls
-from thunder_cg.step.state import StepState, random_states
+from thunder_cg.step.outside import random_states
+from thunder_cg.step.state import StepState
 
 SCALE = 1.0
 pytestmark = pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")

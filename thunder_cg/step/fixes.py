@@ -23,8 +23,8 @@ from thunder_cg.compat.lines import line_in_trace
 from thunder_cg.compat.torch import tensors_in
 from thunder_cg.runtime.tensors import has_history
 from thunder_cg.step.calls import is_of_package, line_with_code
+from thunder_cg.step.facts import Facts, Same, difference
 from thunder_cg.step.reads import is_installed
-from thunder_cg.step.state import Facts, Same, difference
 
 _RATE = "make the learning rate a tensor on the device, which a scheduler then writes"
 _CONSTANT = "keep it constant, as OneCycleLR does with cycle_momentum=False"

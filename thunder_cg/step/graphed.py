@@ -30,13 +30,15 @@ from thunder_cg.runtime.skip_reasons import held_back, skip_reason
 from thunder_cg.step.attributes import Attributes
 from thunder_cg.step.averages import move_counters
 from thunder_cg.step.calls import Calls
+from thunder_cg.step.facts import Facts
 from thunder_cg.step.fixes import change_between, fix_of_change, fix_of_changed_argument, fix_of_moved, where
 from thunder_cg.step.gradients import GraphGradient
 from thunder_cg.step.memory import PythonCall, making_states_apart, nbytes
+from thunder_cg.step.outside import states_outside, thread_states
 from thunder_cg.step.places import Place
 from thunder_cg.step.reads import Called
 from thunder_cg.step.recording import Batch, CallsMore, StepCapture, StepRecording, changed_argument
-from thunder_cg.step.state import Facts, StepState, newly_carried, states_outside, thread_states
+from thunder_cg.step.state import StepState, newly_carried
 
 _MAX_UNSTABLE = 8  # calls in a row that change the state, or find another one; then the regions' own graphs are used
 _MAX_CAPTURES = 16  # if they do not pay

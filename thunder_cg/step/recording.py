@@ -47,15 +47,17 @@ from thunder_cg.runtime.recording import RecordingUse
 from thunder_cg.runtime.tensors import address_if_any, copy_all, is_plain
 from thunder_cg.step.averages import known_to_be_positive
 from thunder_cg.step.calls import Calls
+from thunder_cg.step.facts import ATOMS, Facts
 from thunder_cg.step.fixes import change_between, fix_of_argument, fix_of_change, fix_of_moved
 from thunder_cg.step.gradients import LIKE, ExpectedGradients, GradientsBefore, GraphGradient, Overwritten, place_of
 from thunder_cg.step.memory import nbytes
 from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, memory_of_tensors, moved, refuse_other_memory
+from thunder_cg.step.outside import states_outside
 from thunder_cg.step.places import Carried
 from thunder_cg.step.reads import Read, is_constant, settings_in
 from thunder_cg.step.snapshot import Snapshot
 from thunder_cg.step.stack import clear_stack
-from thunder_cg.step.state import ATOMS, Facts, StepState, states_outside
+from thunder_cg.step.state import StepState
 
 _ATTEMPTS = 4  # of a capture, at most: see Note [Numbers that look like addresses] in other_memory.py
 _OWN_REFERENCES = 3  # to an event: of `Calls`, the loop's, the argument's

@@ -1,0 +1,620 @@
+"""Collects the facts of values: what is in them, and which tensors, modules, optimizers and hooks they lead to.
+
+Note [Objects]
+    The bytecode tells which attributes the step's code reads of an object. Where an object is passed on, it does not.
+    Then the attributes that a run has looked up are facts if its class is the user's (see attributes.py), and all if
+    the class cannot be watched, or is PyTorch's; and so is what such a class or a module of the user's defines. Of an
+    object of another package, such as a progress bar, only numbers, strings and flags are, or its items, if it is a
+    mapping or a sequence. Modules and optimizers that any of these lead to are looked at, optimizers whole. An
+    optimizer may wrap another one, as those of Lightning and Accelerate do.
+
+Note [Values that nobody reports]
+    An array of NumPy, a tensor of its memory and a generator of random numbers change without a trace in any
+    dictionary. So a replay compares what they hold. What an iterator or a queue holds cannot be told, and no replay
+    would advance it: such a step is not captured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextvars
+import enum
+import gc
+import io
+import os
+import pickle
+import random
+import sys
+import threading
+import types
+import weakref
+from array import array
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set, ValuesView
+from decimal import Decimal, getcontext
+from functools import lru_cache, partial, singledispatchmethod
+from itertools import starmap, takewhile
+from operator import attrgetter, is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+from thunder_cg.compat.distributed import why_not_in_step
+from thunder_cg.compat.torch import (
+    attribute_guard,
+    attribute_writes_are_reported,
+    dictionary_guard,
+    dictionary_of,
+    has_storage,
+    hooks_of,
+    module_dictionaries,
+    version,
+)
+from thunder_cg.step.attributes import Names, own_attributes, slots_of
+from thunder_cg.step.facts import ATOMS, Content, Facts, Same, fact_of, is_equal
+from thunder_cg.step.places import Carried, Place, plain_copy
+from thunder_cg.step.reads import MISSING, compiled_modules, is_data, is_installed, is_users, may_change
+from thunder_cg.step.snapshot import data_of_c
+
+CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+_COLLECTIONS = (Mapping, Sequence, Set, ValuesView)
+_MAX_ITEMS = 10_000  # of a container that can be compared before each replay
+_MAX_ARRAY = 2**16  # bytes of an array that can
+_MAX_DEPTH = 8
+_UNREPORTED = object()  # stands for a dictionary to which somebody may write unseen
+_NAMESPACES = types.SimpleNamespace, argparse.Namespace
+_LOCKS = type(threading.Lock()), type(threading.RLock()), threading.Condition
+_OF_MODULES = ("training", "_parameters", "_buffers", "_modules")  # that each module has in its dictionary
+_OPAQUE = types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.CodeType, type
+
+_Cached = type(lru_cache(len))
+_FUNCTIONS = types.FunctionType, singledispatchmethod, _Cached, partial
+_bases_of = attrgetter("__mro__")
+_random: Any = random.random  # of the generator of the process
+_CONTEXT = attrgetter("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
+
+
+class _LookedUp(NamedTuple):
+    """An object and its class, and what it has as the attributes that count: `MISSING` if it has none.
+
+    It may be a dictionary with its items.
+    """
+
+    value: Any
+    kind: type
+    attributes: dict[str, Any]
+
+    def is_unchanged(self) -> bool:
+        """Whether the attributes are equal to what they were."""
+        now = self.value if type(self.value) is dict else own_attributes(self.value)
+        pairs = ((now.get(name, MISSING), then) for name, then in self.attributes.items())
+        return type(self.value) is self.kind and all(starmap(is_equal, pairs))
+
+
+class Collector:
+    """Collects the facts of values, and which tensors, modules, optimizers and hooks they lead to."""
+
+    def __init__(self, device_type: str, names: Names, carried: Container[Any]) -> None:
+        self._device_type, self._names, self._to_carry = device_type, names, carried
+        self.facts: Facts = {}
+        self.places: dict[str, list[tuple[Place, Any]]] = {}  # of tensors: where each is, or what it is a part of
+        self.carried: dict[Any, tuple[str, Place, Any]] = {}  # by the place's key, with the fact
+        self.tensors: dict[int, Tensor] = {}
+        self.roots: dict[int, tuple[str, Any]] = {}  # modules and optimizers, whose facts are many
+        self.averages: list[AveragedModel] = []  # see averages.py
+        self.watched: list[Any] = []  # objects and dictionaries that may be written to
+        self.containers: list[tuple[Any, Any]] = []  # lists and sets, with a copy of each
+        self.holders: list[Any] = []  # of values, which a step may change
+        self.versions: list[tuple[Tensor, int]] = []  # of tensors whose values a graph has baked in
+        self.values: list[tuple[Callable[[], Any], Any]] = []  # see Note [Values that nobody reports]
+        self.looked_up: list[_LookedUp] = []
+        self.bases: dict[type, tuple[type, ...]] = {}  # of classes
+        self.kinds: dict[type, None] = {}  # of the user's objects
+        self.compiled_kinds: dict[type, None] = {}  # those of them that what is compiled may read
+        self.objects: list[Any] = []
+        self.in_compiled = False
+        self.objections: list[str] = []  # why no graph would be right
+        self._hooks = 0
+        self._forwards: set[type] = set()
+        self._objects: set[int] = set()  # that have been looked at, since they may refer to each other
+
+    def add(self, label: str, value: Any, depth: int = 0, places: tuple[Place, ...] = ()) -> None:
+        """Adds a value.
+
+        Args:
+            places: where it is. The last one is its own, unless it is an item of a tuple or a list.
+        """
+        if not (self._to_carry and self.add_carried(label, value, places)):
+            self._add(label, value, depth, places)
+
+    def _add(self, label: str, value: Any, depth: int, places: tuple[Place, ...]) -> None:
+        if type(value) in weakref.ProxyTypes:  # which pass for what they refer to
+            self._add_referent(label, value, partial(_proxied, value), depth)
+        elif value is MISSING or isinstance(value, ATOMS):
+            self.facts[label] = fact_of(value)
+            if _is_users_atom(value):
+                self._add_own_attributes(label, value, depth)
+                if not isinstance(value, enum.Enum):
+                    self.add_class(label, value, depth)
+        elif isinstance(value, Tensor):
+            self._add_tensor(label, value, depth)
+            if type(value) is Tensor:
+                self.places[label] = [(place, place.get()) for place in places]
+        elif value is sys.modules:
+            problem = f"{label} leads to all modules, which are not compared before a replay"
+            self.objections.append(f"{problem}; import those that the step needs")
+        elif isinstance(value, (nn.Module, Optimizer)):
+            self.facts[label] = Same(value)
+            self.roots.setdefault(id(value), (label, value))
+        elif depth >= _MAX_DEPTH and (isinstance(value, CONTAINERS) or _is_users(value) or self._is_looked_up(value)):
+            self.facts[label] = Same(value)
+            problem = f"{label} is {depth} levels below what the step reads, and fewer are compared before a replay"
+            self.objections.append(f"{problem}; have the step read it by a name")
+        elif isinstance(value, CONTAINERS):
+            self._add_container(label, value, depth, places)
+        elif isinstance(value, (types.ModuleType, type)):
+            self._add_names(label, value, depth)
+        elif isinstance(value, _FUNCTIONS) or _is_bound(value):
+            self._add_function(label, value, depth)
+        elif isinstance(value, _LOCKS):
+            self.facts[label] = Same(value)
+            problem = f"{label} is a lock, which no replay would take"
+            self.objections.append(f"{problem}; take it around the call of the step")
+        elif (refers_to := _referent_of(value)) is not None:
+            self._add_referent(label, value, refers_to, depth)
+        elif (get := _content_of(value)) is not None:
+            self._add_value(label, value, get)
+        elif isinstance(value, _COLLECTIONS) and value is not os.environ and not _is_users(value):
+            self.facts[label] = Same(value)
+            copied: Any = dict if isinstance(value, Mapping) else list
+            if len(value) <= _MAX_ITEMS:
+                self.values.append((partial(_items_of, value), _items_of(value)))
+            self._add_container(label, value if len(value) > _MAX_ITEMS else copied(value), depth)
+        elif _is_iterator(value):
+            self.facts[label] = Same(value)
+            problem = f"{label} is a {type(value).__name__}, which no replay would advance"
+            self.objections.append(f"{problem}; take the next item outside of the step, and pass it as an argument")
+        elif is_object(value) and depth < _MAX_DEPTH:
+            self._add_object(label, value, depth)
+        else:
+            self.facts[label] = fact_of(value)
+
+    def _add_function(self, label: str, value: Any, depth: int) -> None:
+        self.facts[label] = Same(value)
+        if isinstance(value, types.FunctionType):
+            if not is_installed(value.__code__.co_filename):
+                self._add_own_attributes(label, value, depth)
+            elif isinstance(registry := vars(value).get("registry"), types.MappingProxyType):  # of singledispatch
+                self.add(f"{label}.registry", registry, depth + 1)
+        elif isinstance(value, singledispatchmethod):
+            self.add(label, value.dispatcher, depth)
+        elif isinstance(value, _Cached):
+            self._add_cached(label, value, depth)
+        elif isinstance(value, partial):
+            self.add(f"{label}.func", value.func, depth + 1)
+            self.add(f"{label}.args", value.args, depth + 1)
+            self.add(f"{label}.keywords", value.keywords, depth + 1)
+        else:  # a method of C
+            self.add(f"{label}.__self__", value.__self__, depth + 1)
+
+    def _add_referent(self, label: str, value: Any, refers_to: Callable[[], Any], depth: int) -> None:
+        self.facts[label] = Same(value)
+        referent = refers_to()
+        self.values.append((lambda: id(refers_to()), id(referent)))
+        self.add(f"what {label} refers to", referent, depth + 1)
+
+    def add_carried(self, label: str, value: Any, places: tuple[Place, ...]) -> bool:
+        """Whether the value is carried: see Note [Carried tensors] in places.py."""
+        if not places or places[-1].key not in self._to_carry or places[-1].get() is not value:
+            return False
+        if (carried := Carried.of(value, self._device_type)) is None:
+            return False
+        self.facts[label] = carried.fact
+        self.carried[places[-1].key] = label, places[-1], carried.fact
+        return True
+
+    def _is_looked_up(self, value: Any) -> bool:
+        """Whether an attribute of an object of this class has been looked up."""
+        return bool(self._names.get(type(value)))
+
+    def _add_cached(self, label: str, value: Any, depth: int) -> None:
+        """What a function of `lru_cache` has cached: Python does not run for it, so nobody sees what it has read."""
+        for cached in gc.get_referents(value):
+            if type(cached) is not dict or cached is vars(value):
+                continue
+            self.watched.append(cached)
+            self.facts[f"what {label} has cached"] = Content([(fact_of(k), fact_of(v)) for k, v in cached.items()])
+            results = [*cached.values()]
+            if results and value.cache_parameters()["maxsize"] is not None:
+                if value.cache_parameters()["typed"]:
+                    self.objections.append(f"what {label} has cached is not compared before a replay; drop typed=True")
+                    continue
+                results = [_call_by_key(value, key) for key in cached]
+            for i, result in enumerate(results):
+                self.add(f"what {label} has cached ({i})", result, depth + 1)
+
+    def _add_tensor(self, label: str, tensor: Tensor, depth: int) -> None:
+        self.facts[label] = Same(tensor)
+        self._add_own_attributes(label, tensor, depth)
+        if tensor.device.type == self._device_type:
+            self.tensors.setdefault(id(tensor), tensor)
+        elif not tensor.is_inference():  # a graph has its values baked in
+            self.facts[f"{label} (version)"] = version(tensor)
+            self.versions.append((tensor, version(tensor)))
+        if tensor.device.type == "cpu" != self._device_type and has_storage(tensor):  # its memory may be an array's
+            self._add_tensor_on_host(label, tensor, depth)
+        self._note_hooks(label, tensor)
+
+    def _add_tensor_on_host(self, label: str, tensor: Tensor, depth: int) -> None:
+        if tensor.nbytes <= _MAX_ARRAY:
+            self._add_content(label, tensor, partial(_bytes_of, tensor))
+        elif depth == 0:
+            problem = f"{label} is a tensor of {tensor.nbytes:,} bytes on the CPU, of which a graph has the values"
+            limit = f"up to {_MAX_ARRAY:,} are compared before a replay"
+            self.objections.append(f"{problem} baked in, and {limit}; move it to {self._device_type}")
+
+    def _add_own_attributes(self, label: str, value: Any, depth: int) -> None:
+        """Those that somebody has given to a tensor, a function, or a container of a class of its own."""
+        if (attributes := getattr(value, "__dict__", None)) and id(value) not in self._objects:
+            self._objects.add(id(value))
+            self.holders.append(attributes)
+            self.watched.append(attributes if attribute_writes_are_reported() else _UNREPORTED)
+            for name, attribute in attributes.items():
+                self.add(f"{label}.{name}", attribute, depth + 1)
+
+    def _add_value(self, label: str, value: Any, get: Callable[[], Any]) -> None:
+        self.facts[label] = Same(value)
+        if (nbytes := getattr(value, "nbytes", 0)) > _MAX_ARRAY:
+            problem = f"{label} is an array of {nbytes:,} bytes, and up to {_MAX_ARRAY:,} are compared before a replay"
+            self.objections.append(f"{problem}; make it a tensor before the step")
+            return
+        if getattr(getattr(value, "dtype", None), "hasobject", False):
+            problem = f"{label} is an array of objects, which are not compared before a replay"
+            self.objections.append(f"{problem}; make it a list")
+        self._add_content(label, value, get)
+
+    def _add_content(self, label: str, value: Any, get: Callable[[], Any]) -> None:
+        content = get()
+        self.holders.append(value)
+        self.facts[f"what {label} holds"] = Content(content)
+        self.values.append((get, content))
+
+    def _add_object(self, label: str, value: Any, depth: int) -> None:
+        """See Note [Objects]."""
+        self.facts[label] = Same(value)
+        is_open, is_torchs = _may_change(value), _is_torch_object(value)
+        if id(value) in self._objects or not (is_open or is_torchs or depth == 0):
+            return
+        self._objects.add(id(value))
+        self.holders.append(value)
+        self.add_class(label, value, depth)
+        attributes = own_attributes(value) if is_open else dict(getattr(value, "__dict__", {}))
+        if is_open and (names := self._names_of(value)) is not None:
+            attributes = self._only(names, value, attributes)
+        elif hasattr(value, "__dict__"):
+            self._watch(value, vars(value))
+        for name, attribute in attributes.items():
+            if is_open or is_torchs or isinstance(attribute, ATOMS):
+                self.add(f"{label}.{name}", attribute, depth + 1, (Place.of(value, name),))
+
+    def _names_of(self, value: Any) -> Iterable[str] | None:
+        """The attributes of a user's object that count; None for all of them."""
+        (self.compiled_kinds if self.in_compiled else self.kinds)[type(value)] = None
+        self.objects.append(value)
+        if (names := self._names.get(type(value))) is not None:
+            return names
+        if slots := slots_of(type(value)):  # whose writes nobody reports
+            self._only(slots, value, own_attributes(value))
+        return None
+
+    def _only(self, names: Iterable[str], value: Any, attributes: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of an object's attributes with these names, which are compared one by one before a replay."""
+        found = {name: attributes.get(name, MISSING) for name in names}
+        not_carried = {n: each for n, each in found.items() if not self._to_carry or not self._carries(value, n)}
+        self.looked_up.append(_LookedUp(value, type(value), not_carried))
+        return {name: attribute for name, attribute in found.items() if attribute is not MISSING}
+
+    def _carries(self, value: Any, name: str) -> bool:
+        return Place.of(value, name).key in self._to_carry
+
+    def _watch(self, value: Any, names: dict[Any, Any]) -> None:
+        """Has a replay notice what is written to an object or a dictionary, besides what is carried there."""
+        if not any((id(names), name) in self._to_carry for name in names if self._to_carry):
+            self.watched.append(value)
+            return
+        others = {name: each for name, each in names.items() if (id(names), name) not in self._to_carry}
+        self.looked_up.append(_LookedUp(value, type(value), others))
+        self.values.append((partial(list, names), [*names]))
+
+    def add_class(self, label: str, value: Any, depth: int = 0) -> None:
+        """What an object has of its class."""
+        if may_change(type(value)):
+            self._add_names(f"type({label})", type(value), depth)
+
+    def _add_names(self, label: str, value: types.ModuleType | type, depth: int) -> None:
+        """A class or a module, and what it defines; of a class of a package its data, of a module plain values."""
+        self.facts[label] = Same(value)
+        if isinstance(value, type) and may_change(value):
+            self.bases[value] = value.__mro__
+            self.facts[f"the bases of {label}"] = Content([*map(Same, value.__mro__)])
+        kinds = (value, type(value)) if isinstance(value, type) else ()
+        defined: list[Any] = [each for kind in kinds for each in kind.__mro__] or [value]
+        new = [each for each in defined if id(each) not in self._objects and may_change(each)]
+        self._objects.update(map(id, new))  # what one of them leads to may lead to the next one, at a greater depth
+        for each in new:
+            self.holders.append(each)
+            names = dictionary_of(each)
+            self.watched.append(names)
+            where = label if each is value else f"{each.__name__} of {label}"
+            counts = (lambda _: True) if is_users(each) else is_data if isinstance(each, type) else _is_atom
+            for name, member in [*names.items()]:
+                if isinstance(member, _LOCKS):
+                    continue  # which others may take; one that the step takes by a name is found by that
+                if isinstance(member, types.FunctionType) if name.startswith("__") else counts(member):
+                    self.add(f"{where}.{name}", member, depth + 1)
+
+    def _add_container(self, label: str, value: Any, depth: int, places: tuple[Place, ...] = ()) -> None:
+        self.facts[f"len({label})"] = len(value)
+        if len(value) > _MAX_ITEMS:
+            problem = f"{label} has {len(value):,} items, and up to {_MAX_ITEMS:,} are compared before a replay"
+            self.objections.append(f"{problem}; read what the step needs of it before the step")
+            return
+        self.holders.append(value)
+        if isinstance(value, (list, deque, set)):
+            self.containers.append((value, plain_copy(value)))
+        self._add_own_attributes(label, value, depth)
+        if isinstance(value, dict):
+            self._watch(value, value)
+            if isinstance(value, defaultdict):
+                self.values.append((partial(getattr, value, "default_factory"), value.default_factory))
+                self.add(f"{label}.default_factory", value.default_factory, depth + 1)
+            if isinstance(value, OrderedDict):  # which nobody reports if only the order changes
+                self.values.append((partial(_order_of, value), _order_of(value)))
+            items = plain_copy(value)
+            self.facts[f"the order of {label}"] = Content(
+                [key if isinstance(key, ATOMS) else Same(key) for key in items]
+            )
+            for i, (key, item) in enumerate(items.items()):
+                name = f"{label}[{key!r}]" if isinstance(key, ATOMS) else f"{label}[{i}]"
+                self.add(name, item, depth + 1, (*places, Place(value, key)))
+                if not isinstance(key, (*ATOMS, Tensor)):
+                    self.add(f"key {i} of {label}", key, depth + 1)
+        else:
+            for i, item in enumerate(value):
+                self.add(f"{label}[{i}]", item, depth + 1, places)
+
+    def add_root(self, label: str, root: Any) -> None:
+        """All facts of a module or an optimizer."""
+        if isinstance(root, Optimizer):
+            self.holders.append(root)
+            self.watched.append(root)
+            self._note_hooks(label, root)
+            self._add_attributes(label, vars(root), vars(root), ())
+            return
+        compiled = compiled_modules(root)
+        for path, module in root.named_modules():
+            self.in_compiled = id(module) in compiled
+            where = f"{label}.{path}" if path else label
+            self.facts[f"type({where})"] = Same(type(module))
+            self.add_class(where, module)
+            self._add_forward(type(module))
+            self.facts[f"{where}.training"] = bool, module.training
+            attributes, parameters, buffers, modules = module_dictionaries(module)
+            looked_up: Mapping[str, Any] = attributes
+            if is_users(type(module)) and (names := self._names_of(module)) is not None:
+                looked_up = self._only({*_OF_MODULES, *names}, module, attributes)
+            else:
+                self._watch(module, attributes)
+            self._watch(buffers, buffers)
+            self.watched += [parameters, modules]
+            self.holders += [attributes, parameters, buffers, modules]
+            if (problem := why_not_in_step(module)) is not None:
+                self.objections.append(f"{where}: {'; '.join(problem)}")
+            self._note_hooks(where, module)
+            for names in (parameters, buffers):
+                for name, tensor in names.items():
+                    self.add(f"{where}.{name}", tensor, 0, (Place(names, name),))
+            if isinstance(module, AveragedModel):
+                self._add_averages(where, module)
+            self._add_attributes(where, attributes, looked_up, (parameters, buffers, modules))
+        self.in_compiled = False
+
+    def _add_forward(self, kind: type) -> None:
+        """What a class of modules runs. Somebody may replace that of a package, too."""
+        if kind in self._forwards:
+            return
+        self._forwards.add(kind)
+        self.facts[f"{kind.__name__}.forward (the {len(self._forwards)}. class)"] = Same(getattr(kind, "forward", None))
+        for each in kind.__mro__:
+            names = dictionary_of(each)
+            self.watched.append(names)
+            if "forward" in names:
+                break
+
+    def _add_attributes(self, where: str, own: Any, attributes: Mapping[str, Any], besides: Sequence[Any]) -> None:
+        for name, attribute in attributes.items():
+            if "hooks" in name or name in ("training", "_opt_called") or any(attribute is each for each in besides):
+                continue  # other facts, or none that a step depends on
+            self.add(f"{where}.{name}", attribute, 1, (Place(own, name),))
+
+    def _add_averages(self, label: str, averages: AveragedModel) -> None:
+        counter = averages.n_averaged
+        is_positive = self.facts[f"{label}.n_averaged > 0"] = bool(counter > 0)
+        self.versions.append((counter, version(counter)))
+        if is_positive:
+            self.averages.append(averages)
+
+    def _note_hooks(self, where: str, value: Any) -> None:
+        for hook in hooks_of(value):
+            code = getattr(hook, "__code__", None)
+            at = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+            self.facts[f"hook {self._hooks} of {where}"] = Same(hook)
+            self._hooks += 1
+            fix = "remove it, and do in the step what it does"
+            if "torch/distributed/" in at:
+                fix = "take thunder.distributed instead"
+            elif type(hook).__module__ in ("torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm"):
+                fix = f"take torch.nn.utils.parametrizations.{type(hook).__module__.rpartition('.')[2]} instead"
+            elif isinstance(hook, BasePruningMethod):
+                fix = "take torch.nn.utils.parametrize with a module that multiplies by the mask instead"
+            self.objections.append(f"{where} has a hook{at}, which runs Python in each step; {fix}")
+
+
+class Watch:
+    """The facts that a collector has found, and whether anything was written to that they were collected from."""
+
+    def __init__(self, collector: Collector) -> None:
+        self.facts = collector.facts
+        self._unchanged = dictionary_guard([*{id(each): each for each in collector.watched}.values()])
+        self._lists = [(now, then) for now, then in collector.containers if not isinstance(now, set)]
+        sets = [(now, then) for now, then in collector.containers if isinstance(now, set)]
+        self._sets, self._sets_then = [now for now, _ in sets], [then for _, then in sets]
+        self._versions, self._values, self._looked_up = collector.versions, collector.values, collector.looked_up
+        self._kinds, self._bases = [*collector.bases], [*collector.bases.values()]
+        self._has_same = attribute_guard([(each.value, each.attributes) for each in self._looked_up], MISSING)
+
+    def is_untouched(self) -> bool:
+        return (
+            self._unchanged()
+            and (self._has_same() or all(each.is_unchanged() for each in self._looked_up))
+            and all(map(_is_unchanged, self._lists))
+            and self._sets == self._sets_then
+            and all(map(is_, map(_bases_of, self._kinds), self._bases))
+            and all(version(tensor) == then for tensor, then in self._versions)
+            and all(get() == then for get, then in self._values)
+        )
+
+
+def is_simple(value: Any, device_type: str) -> bool:
+    """Whether the value's identity, or an equal value, says all that a step can read of it."""
+    if type(value) in weakref.ProxyTypes:
+        return False
+    if isinstance(value, Tensor):
+        return value.device.type == device_type and not vars(value)
+    if isinstance(value, types.FunctionType):
+        return not vars(value)
+    if _is_users_atom(value) or _is_bound(value):
+        return False
+    if isinstance(value, (_Cached, singledispatchmethod, Decimal)):
+        return False
+    if value is MISSING:
+        return True
+    if isinstance(value, (nn.Module, Optimizer)):
+        return True  # its facts are those of a root
+    is_bare = isinstance(value, (types.ModuleType, type))
+    return not (isinstance(value, CONTAINERS) or is_object(value) or (is_bare and may_change(value)))
+
+
+def _content_of(value: Any) -> Callable[[], Any] | None:
+    """How to get what a value holds, if that changes without a trace: an array, or a generator of random numbers.
+
+    Python's generator of the process has `random_states`.
+    """
+    if isinstance(value, random.Random) and value is not _random.__self__:
+        return value.getstate
+    is_of_cpu = isinstance(value, torch.Generator) and value.device.type == "cpu"  # a graph draws from no other of GPUs
+    if is_of_cpu and value is not torch.default_generator:
+        return lambda: value.get_state().numpy().tobytes()
+    if isinstance(value, array):
+        return value.tobytes
+    if isinstance(value, Decimal):
+        return lambda: (str(value), _CONTEXT(getcontext()))
+    if isinstance(value, (bytearray, memoryview)):
+        return lambda: bytes(value)
+    if (data := data_of_c(value)) is not None:
+        return lambda: bytes(memoryview(data))
+    if (numpy := sys.modules.get("numpy")) is None:
+        return None
+    if isinstance(value, (numpy.ndarray, numpy.generic)):
+        return lambda: (value.shape, value.dtype, value.tobytes())
+    generators = numpy.random.Generator, numpy.random.RandomState
+    if isinstance(value, generators):
+        return lambda: pickle.dumps(value)
+    return None
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _referent_of(value: Any) -> Callable[[], Any] | None:
+    """How to get what a value only refers to."""
+    if isinstance(value, contextvars.ContextVar):
+        return lambda: value.get(None)
+    return value if type(value) is weakref.ref else None
+
+
+def _proxied(proxy: Any) -> Any:
+    try:
+        return proxy.__init__.__self__
+    except ReferenceError:  # it is gone
+        return None
+
+
+def _is_iterator(value: Any) -> bool:
+    """Whether somebody else's code keeps how far the value has been read. A file is for what is written to it."""
+    is_queue = hasattr(type(value), "get_nowait")
+    if isinstance(value, io.IOBase):
+        is_written = value in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+        return not is_written and not value.closed and value.readable()
+    return (is_queue or isinstance(value, Iterator)) and not _is_users(value)
+
+
+def _call_by_key(function: Any, key: Any) -> Any:
+    """What a function of `lru_cache` has cached for a key, since the dictionary of a bounded one shows no results."""
+    values = iter(key if type(key) is tuple else (key,))
+    args = [*takewhile(lambda value: type(value) is not object, values)]  # this stands before the keywords
+    return function(*args, **dict(zip(values, values)))
+
+
+def is_object(value: Any) -> bool:
+    """Whether a value has attributes that can be looked at: it is no function, class or module."""
+    return not (callable(value) and hasattr(value, "__qualname__")) and not isinstance(value, (*_OPAQUE, *ATOMS))
+
+
+def _is_atom(value: Any) -> bool:
+    return isinstance(value, ATOMS)
+
+
+def _is_users_atom(value: Any) -> bool:
+    """Whether its class may have attributes, and give it some."""
+    return isinstance(value, ATOMS) and type(value) not in ATOMS and may_change(type(value))
+
+
+def _is_bound(value: Any) -> bool:
+    """Whether a value is a method of C with its object, such as that of a dictionary."""
+    is_method = isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType))
+    return is_method and not isinstance(value.__self__, (types.ModuleType, type, type(None)))
+
+
+def _is_torch_object(value: Any) -> bool:  # such as a GradScaler
+    return type(value).__module__.startswith("torch.") and hasattr(value, "__dict__")
+
+
+def _is_users(value: Any) -> bool:
+    """Whether a value is a namespace, or its class is not of an installed package."""
+    return isinstance(value, _NAMESPACES) or is_users(type(value))
+
+
+def _may_change(value: Any) -> bool:
+    """Whether the attributes of a value are looked at."""
+    return isinstance(value, _NAMESPACES) or may_change(type(value))
+
+
+def _items_of(value: Any) -> list[Any]:
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    return [(fact_of(key), fact_of(item)) for key, item in items]
+
+
+def _order_of(items: OrderedDict[Any, Any]) -> list[int]:
+    return [*map(id, OrderedDict.keys(items))]
+
+
+def _is_unchanged(container: tuple[Any, Any]) -> bool:
+    now, then = container
+    return len(now) == len(then) and all(map(is_, now, then))

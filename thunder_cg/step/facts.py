@@ -1,0 +1,94 @@
+"""Facts that can be compared: what a step depends on, each with a name, as values that do not change by themselves."""
+
+from __future__ import annotations
+
+import enum
+import types
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thunder_cg.step.reads import MISSING
+
+ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, range)
+
+Facts = dict[str, Any]
+
+
+class Same:
+    """A fact that is an object: equal to nothing but itself, and not to itself if it required grad and does no more."""
+
+    __slots__ = ("requires_grad", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.requires_grad = issubclass(type(value), Tensor) and value.requires_grad
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Same) or other.value is not self.value:
+            return False
+        return bool(other.requires_grad == self.requires_grad)
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __repr__(self) -> str:
+        value = self.value
+        if value is MISSING:
+            return "nothing"
+        if isinstance(value, Tensor):
+            end = " that requires grad" if self.requires_grad else ""
+            return f"a tensor {tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}{end}"
+        return value.__name__ if isinstance(value, type) else f"a {type(value).__name__}"
+
+
+class Content:
+    """A fact that is what an object holds, which says nothing to a reader."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Content) and bool(other.value == self.value)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+    def __repr__(self) -> str:
+        return "something else"
+
+
+def fact_of(value: Any) -> Any:
+    """A value without what it refers to: of a plain one its content."""
+    if isinstance(value, types.MethodType):  # each lookup makes a new one
+        return types.MethodType, (Same(value.__func__), Same(value.__self__))
+    if not isinstance(value, ATOMS):
+        return Same(value)
+    return type(value), repr(value) if isinstance(value, (float, complex)) else value
+
+
+def is_equal(now: Any, then: Any) -> bool:
+    return now is then or bool(fact_of(now) == fact_of(then))
+
+
+def difference(before: Facts, after: Facts) -> str | None:
+    """The first fact that differs, with both values; None if none does."""
+    for label, value in before.items():
+        if label not in after:
+            return f"{label} was {_shown(value)} and is gone"
+        if after[label] != value and isinstance(value, Content):
+            return f"{label} changed"
+        if after[label] != value:
+            return f"{label} changed from {_shown(value)} to {_shown(after[label])}"
+    new = next((label for label in after if label not in before), None)
+    return None if new is None else f"{new} is new: {_shown(after[new])}"
+
+
+def _shown(fact: Any) -> str:
+    if isinstance(fact, tuple):
+        kind, value = fact
+        return str(value) if kind in (float, complex) else repr(value)[:80]
+    return repr(fact)[:80]

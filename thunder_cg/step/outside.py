@@ -1,0 +1,61 @@
+"""What is set for the thread and the process: a step may change it, and no replay would."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from thunder_cg.compat.torch import Settings, kernel_settings
+from thunder_cg.step.facts import Content, Facts
+
+
+def _autocast(kind: str) -> Any:
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+
+_thread_states: dict[str, Callable[[], Any]] = {
+    f"torch.{get.__name__}()": get
+    for get in (
+        torch.is_grad_enabled,
+        torch.is_inference_mode_enabled,
+        torch.is_autocast_cache_enabled,
+        torch.is_anomaly_enabled,
+        torch.get_default_dtype,
+        torch.get_default_device,
+    )
+}
+_thread_states |= {f"autocast for {kind}": partial(_autocast, kind) for kind in ("cuda", "cpu")}
+
+
+def thread_states() -> tuple[Any, ...]:
+    """What PyTorch has set for this thread, and for what it makes without being told of which kind."""
+    return tuple(get() for get in _thread_states.values())
+
+
+_kernel_settings = kernel_settings(Settings.ALL)
+
+
+def states_outside(device: torch.device) -> Facts:
+    """What a step may change that is neither an argument nor read by a name, and that no replay would change."""
+    facts: Facts = {"what PyTorch chooses kernels by": _kernel_settings()}
+    if device.type != "cpu":
+        facts |= {"the current stream": torch.cuda.current_stream(), "the current device": torch.cuda.current_device()}
+    return random_states(device) | dict(zip(_thread_states, thread_states())) | facts
+
+
+def random_states(device: torch.device) -> Facts:
+    """States of random numbers that no replay draws: those of Python and NumPy, and the CPU's beside a GPU's graph."""
+    facts: Facts = {"the state of Python's random numbers": hash(random.getstate())}
+    if device.type != "cpu":
+        facts["the state of PyTorch's random numbers on the CPU"] = Content(torch.get_rng_state().numpy().tobytes())
+    if "numpy" in sys.modules:
+        import numpy
+
+        facts["the state of NumPy's random numbers"] = hash(pickle.dumps(numpy.random.get_state(legacy=False)))
+    return facts
