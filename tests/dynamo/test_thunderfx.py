@@ -925,6 +925,8 @@ def test_an_lstm_in_training(backend, device):
 
 
 def test_a_hook_that_keeps_what_it_sees():
+    if not attribute_writes_are_reported():
+        pytest.skip("Python 3.13.0, where Dynamo compiles nothing anew for it")
     model, seen = nn.Sequential(nn.Linear(4, 4), nn.GELU()), []
     model[1].register_forward_hook(lambda module, inputs, output: seen.append(output.detach()))
     compiled = thunderfx(model, backend="tape")

@@ -59,11 +59,12 @@ def _hook() -> None:
 
 
 def _registers(owner: torch.nn.Module, name: str, value: object, *, is_module: bool) -> None:
-    if torch.compiler.is_dynamo_compiling():  # it would guard all that is read here, of models that it has not met
+    # Dynamo or Thunder would guard all that is read here, of models that it has not met.
+    if torch.compiler.is_dynamo_compiling() or current_trace() is not None:
         return
     for place in _places.get(owner, ()):
         module = place.module()
-        if module is None or getattr(owner, name, None) is value or current_trace() is not None:
+        if module is None or getattr(owner, name, None) is value:
             continue
         model, part = compat.original_module(module), f"{place.path}.{name}".lstrip(".")
         is_seen = not place.traced if is_module else not compat.has_parameters_of(module, model)
