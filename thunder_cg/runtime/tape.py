@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -110,7 +110,8 @@ class _RecordedCall:
     kwargs: dict[str, Any]
     results: list[tuple[int, torch.Tensor]]  # leaf of the output, the tensor with its memory
     grad: bool = False  # the grad mode at the capture: some kernels compute more in it, such as an LSTM's on a CPU
-    inference: bool = False  # whether its results are inference tensors, to which nobody may write otherwise
+    # Whether its results, or what it writes to, are inference tensors, to which nobody may write otherwise.
+    inference: bool = field(default_factory=torch.is_inference_mode_enabled)
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """Calls the operator, or the fusion, again, without history."""
@@ -229,8 +230,7 @@ class _Tape(_Reuse):
                     self._own.add(address(tensor))
                     results.append((leaf, tensor.detach()))
         if results or writes:  # a call without writes and new results made a view, which stays valid
-            inference = torch.is_inference_mode_enabled()
-            self.steps.append(_RecordedCall(fn, recorded_args, recorded_kwargs, results, grad, inference))
+            self.steps.append(_RecordedCall(fn, recorded_args, recorded_kwargs, results, grad))
         return output
 
     def _record_collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
