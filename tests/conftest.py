@@ -53,6 +53,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """What is imported stays. Frozen, it costs no later collection, automatic ones included, any time."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)  # tracing makes many objects that go without the collector
 
 
 @pytest.fixture(autouse=True, scope="module")

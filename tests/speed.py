@@ -40,5 +40,5 @@ CachingAutotuner.bench = lambda self, *args, **kwargs: 1.0
 if not torch.cuda.is_available():  # each seed would be kept, with a traceback, for three kinds of devices
     torch.manual_seed = torch.default_generator.manual_seed
 
-# Each worker of `pytest -n 2` has one core.
+# Workers of pytest share the cores.
 torch.set_num_threads(1)
