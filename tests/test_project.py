@@ -226,7 +226,7 @@ def imported(path: Path) -> Iterator[tuple[int, str]]:
 def test_readme_has_one_line_for_the_demo_and_one_for_the_tests(readme: str) -> None:
     assert [line.rsplit(" && ", 1)[1] for line in commands(readme)] == [
         ".venv/bin/python -m thunder_cg demo",
-        ".venv/bin/pytest -q -n 3 tests",
+        ".venv/bin/pytest -q -n 2 tests",
     ]
 
 
