@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,9 +32,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    skip = pytest.mark.skip(reason="--nightly runs it")
-    for item in items:
-        if item.get_closest_marker("nightly") is not None and not config.getoption("nightly"):
+    skip, counts = pytest.mark.skip(reason="--nightly runs it"), Counter[tuple[str, Any]]()
+    for item in [] if config.getoption("nightly") else items:
+        is_nightly = item.get_closest_marker("nightly") is not None
+        if (after := item.get_closest_marker("nightly_after")) is not None:
+            counts[of := (item.nodeid.partition("[")[0], item.callspec.params.get("backend"))] += 1
+            is_nightly |= counts[of] > after.args[0]
+        if is_nightly:
             item.add_marker(skip)
 
 

@@ -36,6 +36,7 @@ def images(device):
     ],
     ids=["mlp", "gpt", "gpt-loss", "gpt-dropout", "resnet"],
 )
+@pytest.mark.nightly_after(3)
 def test_one_region_each_way(twins, device, deterministic, model, batch):
     plain, graphed = twins(model())
     batches = [batch(device) for _ in range(STEPS)]

@@ -84,6 +84,7 @@ WAYS = [
 
 @pytest.mark.parametrize("own", [False, True], ids=["argument", "attribute"])
 @pytest.mark.parametrize(("read", "contents"), WAYS)
+@pytest.mark.nightly_after(10)
 def test_other_items(read, contents, own, transform, device):
     torch.manual_seed(0)
     model = Sums(read).to(device).eval().requires_grad_(False)

@@ -76,6 +76,7 @@ ON_CPU = {
 
 
 @pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.nightly_after(5)
 def test_optimizers_that_read_on_the_host(run, backend, name):
     if backend == "cuda":
         pytest.skip("on a GPU others read on the host")

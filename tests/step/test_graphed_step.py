@@ -66,12 +66,14 @@ ON_HOST = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.nightly_after(5)
 def test_optimizers(step_twins, name):
     step = step_twins.train(partial(usual_step, make=OPTIMIZERS[name]), 30)
     assert step.captures == 1 and step.replays >= 26, why(step)
 
 
 @pytest.mark.parametrize("name", ON_HOST)
+@pytest.mark.nightly_after(4)
 def test_optimizers_that_read_a_counter_on_the_host(step_twins, name):
     step = step_twins.train(partial(usual_step, make=ON_HOST[name]), 12)
     assert step.replays >= 9 or "the optimizer reads its state on the host" in why(step), why(step)
@@ -90,6 +92,7 @@ def test_capturable_optimizers(step_twins, backend, name):
 
 
 @pytest.mark.parametrize("where", ["first", "after the forward", "last", "to zero", "never", "by hand"])
+@pytest.mark.nightly_after(4)
 def test_gradients_are_dropped_wherever(step_twins, where):
     def make(model):
         optimizer = sgd(model.parameters())
@@ -451,6 +454,7 @@ def momentum(model, fn):
 
 
 @pytest.mark.parametrize("change", [freeze, add_group, move, load, evaluate, seed, momentum])
+@pytest.mark.nightly_after(4)
 def test_changes_midway(step_twins, change):
     step = step_twins.train(usual_step, 14, lambda i, model, fn, batch: change(model, fn) if i == 6 else None)
     assert step.replays >= 6, why(step)
@@ -707,6 +711,7 @@ def test_a_value_read_on_the_host_is_named_with_its_line(step_twins):
 
 @pytest.mark.parametrize("kind", ["parameter", "module", "optimizer", "accumulated"])
 @pytest.mark.parametrize("late", [False, True])
+@pytest.mark.nightly_after(4)
 def test_hooks_run(step_twins, kind, late):
     ran = {}
 

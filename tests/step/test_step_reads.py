@@ -378,6 +378,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("kind", VALUES)
+@pytest.mark.nightly_after(3)
 def test_values_that_change_without_a_trace(step_twins, kind):
     holder = SimpleNamespace(of=VALUES[kind])
 
@@ -1178,6 +1179,7 @@ def state_of(fn, device_type="cpu"):
 
 
 @pytest.mark.parametrize("make", FAR, ids=lambda make: make.__name__)
+@pytest.mark.nightly_after(24)
 def test_what_no_name_leads_to(monkeypatch, make):
     monkeypatch.setattr(Settings, "scale", 1.0)
     monkeypatch.setattr(Settings, "table", {"scale": 1.0})
