@@ -133,6 +133,23 @@ def clipped(model, optimizer, **options):
     return inner
 
 
+def watched(model, optimizer, *, check_nan):
+    def inner(loss):
+        with torch.autograd.set_detect_anomaly(True, check_nan=check_nan):
+            loss.backward()
+        optimizer.step()
+
+    return inner
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_anomaly_detection_reads_gradients(run, backend):
+    step, (said,) = run(partial(watched, check_nan=True))
+    assert step.replays == 0 and (backend == "cuda" or "set_detect_anomaly does, unless check_nan=False" in said), said
+    step, said = run(partial(watched, check_nan=False))
+    assert step.replays and not said
+
+
 def test_clipping_that_looks_whether_the_norm_is_finite(run, backend):
     step, (said,) = run(partial(clipped, error_if_nonfinite=True))
     assert step.replays == 0 and (backend == "cuda" or "leave error_if_nonfinite out" in said), said

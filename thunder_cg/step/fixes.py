@@ -49,6 +49,7 @@ _SCALER = "the scaler reads on the host whether a gradient is infinite, unless t
 _AVERAGES = "the average of all steps reads their number on the host; make AveragedModel with avg_fn=get_swa_avg_fn()"
 _BATCHES = "it reads the number of batches on the host, since it averages over all; make it with momentum=0.1"
 _VALIDATION = "the distribution reads its arguments on the host; make it with validate_args=False"
+_BACKWARD = "the backward reads a value on the host; torch.autograd.set_detect_anomaly does, unless check_nan=False"
 _READ = "the host reads a value there; return the tensor, and read it outside of the step"
 _MASK = "the number of elements depends on values; take torch.where, or multiply by the mask"
 _READ_OR_MASK = f"{_READ}; for a boolean index, take torch.where"
@@ -173,6 +174,8 @@ def _fix_in_torch(frames: Sequence[FrameType]) -> str | None:
             return _VALIDATION
         if frame.f_locals.get("error_if_nonfinite") is True:
             return _NORM
+        if frame.f_code.co_name == "_engine_run_backward":
+            return _BACKWARD
         if isinstance(owner, AveragedModel):
             return _AVERAGES
         if isinstance(owner, _NORMS) and owner.momentum is None:

@@ -26,6 +26,7 @@ _thread_states: dict[str, Callable[[], Any]] = {
         torch.is_inference_mode_enabled,
         torch.is_autocast_cache_enabled,
         torch.is_anomaly_enabled,
+        torch.is_anomaly_check_nan_enabled,
         torch.get_default_dtype,
         torch.get_default_device,
     )
