@@ -554,6 +554,7 @@ class Launches:
 @pytest.mark.parametrize(
     "model", [Net, Other, lambda: Other(p=0.0), Halves], ids=["net", "other", "no draws", "halves"]
 )
+@pytest.mark.nightly_after(4)
 def test_a_launch_is_refused(pair, monkeypatch, fail, backend, model, trains):
     launches = Launches(monkeypatch, fail, backend)
     twins = pair(model(), trains=trains)

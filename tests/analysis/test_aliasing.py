@@ -179,6 +179,7 @@ GIVEN = {"p": 0.4, "threshold": 0.1, "value": 0.2, "training": True, "inplace": 
 @pytest.mark.parametrize("graded", [False, True])
 @pytest.mark.parametrize("by_keyword", [False, True])
 @pytest.mark.parametrize("name", INPLACE)
+@pytest.mark.nightly_after(30)
 def test_what_is_told_to_write_in_place_does(traces_of, name, by_keyword, graded):
     """All functions of PyTorch's that can be told so, as far as Thunder compiles them."""
     choices = list(CHOICES[name].values())[1:]

@@ -156,6 +156,7 @@ def is_right(fn, graphed):
 
 
 @pytest.mark.parametrize("name", WRONG)
+@pytest.mark.nightly_after(12)
 def test_a_wrong_gradient_is_warned_of(name):
     fn, problem = WRONG[name]
     graphed = thunder.jit(fn, transforms=[cudagraph_transform(backend="tape")])

@@ -258,6 +258,7 @@ ARGUMENTS = {
 
 @pytest.mark.parametrize("how", ["argument", "attribute"])
 @pytest.mark.parametrize("case", ARGUMENTS)
+@pytest.mark.nightly_after(10)
 def test_other_values_than_those_of_the_trace(how, case, transform, device):
     function, values = ARGUMENTS[case]
 

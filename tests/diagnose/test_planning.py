@@ -66,6 +66,7 @@ def decisions(report: Report, device: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.nightly_after(3)
 def test_the_plan_is_that_of_a_run(name: str, tmp_path: Path) -> None:
     fn, inputs = CASES[name]
     planned = plan(fn, *inputs, backend="tape")

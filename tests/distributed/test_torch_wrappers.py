@@ -440,6 +440,7 @@ def refused(sharded: str, calls: int, grad: bool) -> tuple[list[str], int]:
         ("around", 5, False),
     ],
 )
+@pytest.mark.nightly_after(3)
 def test_fully_shard_with_a_compiled_module_is_refused(ranks: Ranks, sharded: str, calls: int, grad: bool) -> None:
     """Each rank would train alone, also after calls that took the fast path; so do modules in it and around it."""
     for messages, counted in ranks.run(refused, sharded, calls, grad):

@@ -249,6 +249,7 @@ def _with_factories(x):
     ],
     ids=["factories", "broadcast_to", "split", "axis", "stack", "where", "linear", "operands", "weight", "unbiased"],
 )
+@pytest.mark.nightly_after(5)
 def test_other_names_of_arguments(backend, device, fn):
     model = Around(fn).to(device)
     assert one_region_each_way(trains_alike(model, lambda: torch.randn(4, 8, device=device), backend, 1e-5))
@@ -660,6 +661,7 @@ def test_an_autograd_function_in_a_checkpointed_function():
 
 @pytest.mark.parametrize("function", [Twice, TwiceInPlace, TwiceOverGiven])
 @pytest.mark.parametrize("unused", [False, True])
+@pytest.mark.nightly_after(3)
 def test_autograd_functions(backend, device, function, unused):
     """They have the user's gradients. Inductor gets one that writes to what it was given."""
 
@@ -1073,6 +1075,7 @@ def _twice(y, x):
 
 
 @pytest.mark.parametrize("write", [_copy_, _copy_by_name_, _add_, _masked_fill_, _zero_, _fill_, _exp_, _twice])
+@pytest.mark.nightly_after(4)
 def test_slices_written_in_place(backend, device, write):
     """Thunder loses the gradient of what is written through a view, without a word."""
 

@@ -209,6 +209,7 @@ def test_arguments_written_in_place(twins, device):
         "wrong gradient",
     ],
 )
+@pytest.mark.nightly_after(5)
 def test_backward(twins, device, finish):
     plain, graphed = twins(MLP())
     for x in batches(device):

@@ -87,6 +87,7 @@ def test_a_case_is_measured_under_every_variant(trains: bool) -> None:
 
 
 @pytest.mark.parametrize(("wrong", "said"), [(THUNDER, "other kernels"), (OURS, "different")])
+@pytest.mark.nightly_after(1)
 def test_bits_that_differ(wrong: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where plain Thunder is compiled to other kernels, graphs are right; where two calls with graphs differ, not."""
     right, calls = VARIANTS[wrong], itertools.count()
