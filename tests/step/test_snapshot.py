@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from thunder_cg.errors import ReplayRefused
 from thunder_cg.step.recording import StepRecording
+from thunder_cg.step.snapshot import Snapshot
 
 pytestmark = pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")
 DEPTH = 1.0
@@ -264,3 +265,12 @@ def test_what_a_first_replay_that_is_refused_has_changed_is_undone(step_twins, m
     monkeypatch.setattr(StepRecording, "replay", refuse_the_first)
     same(losses(graphed=True), expected)
     assert len(refused) == 1 and (refused[0] is not None) == changes
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_anomaly_detection_is_set_back_with_its_check():
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        snapshot = Snapshot([], [], [])
+        torch.autograd.set_detect_anomaly(False)
+        snapshot.restore()
+        assert torch.is_anomaly_enabled() and not torch.is_anomaly_check_nan_enabled()

@@ -162,7 +162,7 @@ def _settings() -> Iterator[tuple[Callable[[], Any], Callable[[Any], object]]]:
     yield torch.is_grad_enabled, torch.set_grad_enabled
     yield torch.get_default_dtype, torch.set_default_dtype
     yield lambda: torch.get_default_device() if default_device_is_set() else None, torch.set_default_device
-    yield torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly
+    yield _anomaly_detection, lambda state: torch.autograd.set_detect_anomaly(*state)
     yield torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode
     yield torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
     for kind in ("cuda", "cpu"):
@@ -172,6 +172,10 @@ def _settings() -> Iterator[tuple[Callable[[], Any], Callable[[Any], object]]]:
     yield lambda: dict(os.environ), _set_environment
     if (numpy := sys.modules.get("numpy")) is not None:
         yield lambda: pickle.dumps(numpy.random.get_state()), lambda state: numpy.random.set_state(pickle.loads(state))
+
+
+def _anomaly_detection() -> tuple[bool, bool]:
+    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
 
 
 def _set_environment(variables: dict[str, str]) -> None:

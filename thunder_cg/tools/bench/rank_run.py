@@ -178,8 +178,9 @@ def _row(row: RankRow) -> str:
 def _notes(rows: Sequence[RankRow]) -> Iterator[str]:
     """What is captured, and the ratios that count."""
     found = {row.variant: row for row in rows if not row.failure}
-    agreed = {row.variant: f"ranks agreed in {row.agreement_s * 1e3:.0f} ms of its first calls" for row in rows}
-    yield from (f"\n{row.variant}: {row.captured}; {agreed[row.variant]}" for row in rows if row.captured)
+    for row in (row for row in rows if row.captured):
+        agreed = f"ranks agreed in {row.agreement_s * 1e3:.0f} ms of its first calls"
+        yield f"\n{row.variant}: {row.captured}; {agreed}"
     ours = found.get(OURS)
     others = [found[name] for name in (THUNDER, COMPILE, FLOOR_OF_THUNDER, FLOOR) if name in found]
     if ours is not None and others:
