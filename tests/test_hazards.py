@@ -116,6 +116,7 @@ from torch.utils.checkpoint import checkpoint
 
 from thunder_cg import CaptureError, explain, release
 from thunder_cg.errors import SharedMemoryError
+from thunder_cg.runtime.arena import BackwardMemory
 from thunder_cg.runtime.early_outputs import CopiedEarly, EarlyCopier
 from thunder_cg.runtime.region import RuntimeRegion
 
@@ -1375,8 +1376,10 @@ def test_an_arena_for_each_function(transform, device):
     assert not any(trace["fallbacks"] for model in graphed for trace in explain(model).to_dict()["traces"])
 
 
-def test_backwards_that_share_memory(transform, device):
+@pytest.mark.parametrize("is_apart", [True, False])
+def test_backwards_that_share_memory(transform, device, monkeypatch, is_apart):
     """In the order of autograd and in others, with gradients of other layouts, and with a graph that is retained."""
+    monkeypatch.setattr(BackwardMemory, "belongs_apart", lambda *_: is_apart)
     shared = transform()
     models = [MLP().to(device) for _ in range(3)]
     plain = [thunder.jit(copy.deepcopy(model)) for model in models]
@@ -1405,11 +1408,11 @@ def test_backwards_that_share_memory(transform, device):
         for a, b in zip(plain, graphed):
             same_state(a, b)
     arenas = [recording.scratch for model in graphed for recording in _backwards(model)]
-    assert len(set(map(id, arenas))) == 1 and arenas[0] is not None
-    scratch = weakref.ref(arenas[0])
+    assert len(set(map(id, arenas))) == 1 and (arenas[0] is not None) == is_apart
+    used = weakref.ref(arenas[0] or programs(graphed[0])[0].pair.recordings[0].arena)
     del models, graphed, arenas, a, b
     gc.collect()
-    assert scratch() is None, "a scratch arena outlives the models that used it"
+    assert used() is None, "an arena outlives the models that used it"
 
 
 def _backwards(jmodel):

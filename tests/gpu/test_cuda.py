@@ -237,25 +237,43 @@ def test_gradients_exist_once():
     )  # results that wait for a common copy, and workspaces of cuBLAS
 
 
+def peak_of_training(parts, transforms):
+    """MB reserved at most while functions in a row train, the first call included."""
+    compiled = [thunder.jit(part, transforms=transforms) for part in parts]
+    before = reserved()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(4):
+        y = torch.ones(4096, 1024, device="cuda")
+        for part in compiled:
+            part.zero_grad(set_to_none=True)
+            y = part(y)
+        y.square().mean().backward()
+    return (torch.cuda.max_memory_reserved() - before) // MB
+
+
+def test_a_large_function_among_small_ones_takes_no_more_memory():
+    """Its backward uses the memory of what its forward saved, and lends its gradients, as if it were alone."""
+
+    def peak(*transforms):
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)) for _ in range(6)]
+        heads = [nn.Sequential(nn.Linear(1024, 256), nn.GELU(), nn.Linear(256, 1024)) for _ in range(3)]
+        return peak_of_training([part.cuda() for part in (nn.Sequential(*layers), *heads)], transforms)
+
+    plain, graphed = peak(), peak(cudagraph_transform())
+    assert graphed <= 1.05 * plain + 4 * 32, (plain, graphed)  # each arena has a workspace of cuBLAS
+
+
 def test_memory_of_backwards_exists_once(monkeypatch):
     """Functions in a row, as graph breaks leave them, share what their backwards need for a while."""
 
     def peak(*transforms):
         torch.manual_seed(0)
         parts = [nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)).cuda() for _ in range(8)]
-        compiled = [thunder.jit(part, transforms=transforms) for part in parts]
-        before = reserved()
-        torch.cuda.reset_peak_memory_stats()
-        for _ in range(4):
-            y = torch.ones(4096, 1024, device="cuda")
-            for part in compiled:
-                part.zero_grad(set_to_none=True)
-                y = part(y)
-            y.square().mean().backward()
-        return (torch.cuda.max_memory_reserved() - before) // MB
+        return peak_of_training(parts, transforms)
 
     plain, shared = peak(), peak(cudagraph_transform())
-    monkeypatch.setattr(Arenas, "hold_scratch", lambda self: None)
+    monkeypatch.setattr(Arenas, "hold_scratch", lambda self, arena: None)
     apart = peak(cudagraph_transform())
     assert shared <= 1.4 * plain, (plain, shared, apart)  # forwards have 8 arenas, and each a workspace of cuBLAS
     assert apart - shared >= 6 * 64, (plain, shared, apart)  # a hidden layer is 64 MB

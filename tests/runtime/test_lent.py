@@ -369,7 +369,7 @@ def test_what_a_thread_leaves_behind_is_moved(device, pair):
 
 
 def step_on_another(model, x):
-    return torch.autograd.grad(model(x).square().mean(), [*model.parameters()])
+    return [each.clone() for each in torch.autograd.grad(model(x).square().mean(), [*model.parameters()])]
 
 
 class Parts(torch.nn.Module):

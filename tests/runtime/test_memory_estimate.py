@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from thunder_cg import cudagraph_transform
+from thunder_cg.runtime.arena import BackwardMemory
 from thunder_cg.runtime.skip_reasons import held_back
 
 
@@ -66,6 +67,39 @@ def test_estimate(trains, backend, device):
     else:
         result = 4 * x.numel()  # the caller has it in the backward
         assert backward[0].without_graphs + result == pytest.approx(allocated.peak, abs=64)
+
+
+def test_backwards_allocate_where_all_calls_in_flight_take_the_least():
+    layer = BackwardMemory(forward=100, shared=180, apart=150, gradients=10)
+    backbone = BackwardMemory(forward=700, shared=850, apart=400, gradients=170)
+    assert not layer.belongs_apart([layer], existing=0)
+    assert not layer.belongs_apart([layer, layer], existing=0)  # 2 x 180, or 2 x 110 + 150
+    assert layer.belongs_apart([layer] * 3, existing=0)  # 3 x 180, or 3 x 110 + 150
+    assert layer.belongs_apart([layer], existing=150)
+    assert not backbone.belongs_apart([backbone, layer, layer, layer], existing=0)
+    assert layer.belongs_apart([backbone, layer, layer, layer], existing=0)
+    assert not backbone.belongs_apart([backbone], existing=1000)  # copies of its gradients take more than it saves
+
+
+@pytest.mark.parametrize("in_flight", [1, 8])
+def test_a_backward_of_many_functions_in_flight_allocates_apart(in_flight, backend, device):
+    """GELU in pieces makes values as large as what is saved, which no gradient needs for long."""
+    transform = cudagraph_transform(backend=backend)
+    parts = [thunder.jit(mlp(2, 64).to(device), transforms=[transform]) for _ in range(in_flight)]
+    x = torch.randn(2048, 64, device=device)
+    for _ in range(3):
+        y = x
+        for part in parts:
+            part.zero_grad()
+            y = part(y)
+        y.sum().backward()
+    backwards = [
+        backward for part in parts for each in programs(part)[0].pair.recordings for backward in each.backwards
+    ]
+    assert len(backwards) == in_flight
+    assert any(backward.scratch is not None for backward in backwards) == (in_flight > 1), [
+        programs(part)[0].pair.memory for part in parts
+    ]
 
 
 @pytest.mark.parametrize("deny", [[], ["gelu"]])

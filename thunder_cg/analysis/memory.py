@@ -14,7 +14,7 @@ from thunder_cg.analysis.ops import Ops
 from thunder_cg.analysis.partition import PeakMemory, PlannedTrace, Region
 from thunder_cg.analysis.region_io import RegionIO
 
-__all__ = ["MemoryEstimate"]
+__all__ = ["MemoryEstimate", "parameter_gradients"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class MemoryEstimate:
     arena: int  # what the graphs need in the arena: the values of the regions, and the copies of their inputs
     saved: Mapping[str, int]  # new memory that stays for the backward, by name; a name for each piece of memory
     saved_in_arena: Set[str]  # those of these names that a region makes
+    apart: int  # of a backward: as ``arena``, if what its forward saved is in other memory, and stays there
 
     @classmethod
     def of(cls, trace: PlannedTrace, ios: Sequence[RegionIO], forward: MemoryEstimate | None) -> MemoryEstimate:
@@ -45,18 +46,29 @@ class MemoryEstimate:
         stays = {sets[each.name] for io in ios for each in io.outputs if not each.copied_out} | in_arena
         new = {name: size for allocated in memory.allocates for name, size in allocated.items()}
         saved_sets = {sets[name]: name for name in sorted(saved) if sets.get(name) in new}
+        copied_in = max((_copied_in(ops, io, aliasing, stays) for io in ios), default=0)
+        captured = [op for region in regions for op in region.ops]
         return cls(
             without_graphs=memory.peak((op for step in plan.steps for op in step.ops), kept),
             regions=tuple(memory.peak(region.ops, {}, outputs) for region, outputs in zip(regions, made)),
             arena=memory.peak(
-                (op for region in regions for op in region.ops),
-                {name: size for name, size in kept.items() if name in in_arena},
-                aliasing.sets_of(saved),
+                captured, {name: size for name, size in kept.items() if name in in_arena}, aliasing.sets_of(saved)
             )
-            + max((_copied_in(ops, io, aliasing, stays) for io in ios), default=0),
+            + copied_in,
             saved={name: new[memory] for memory, name in saved_sets.items()},
             saved_in_arena={name for memory, name in saved_sets.items() if memory in stays},
+            apart=memory.peak(captured, {}, frozenset()) + copied_in,
         )
+
+
+def parameter_gradients(forward: Ops, backward: Ops) -> int:
+    """Bytes of the gradients that a backward returns for parameters: callers keep these, and no others for long."""
+    gradients = backward.ops[-1].symbol.args[0]
+    return sum(
+        backward.values[gradient.name].nbytes
+        for name, gradient in zip(forward.args, gradients)
+        if gradient is not None and forward.values[name].static
+    )
 
 
 def _copied_in(ops: Ops, io: RegionIO, aliasing: Aliasing, stays: Set[str]) -> int:

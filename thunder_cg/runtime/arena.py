@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -14,6 +15,35 @@ from thunder_cg.runtime.backend import Backend, Pool
 from thunder_cg.runtime.lent import Lent
 
 _RAISE = "raise memory_budget"
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardMemory:
+    """Estimates of the bytes that a call takes until its backward is over. See Note [Scratch arenas]."""
+
+    forward: int  # the arena, after the forward
+    shared: int  # the arena, if the backward allocates there too, and lends its gradients
+    apart: int  # the scratch arena, if the backward allocates there
+    gradients: int  # copies of these outside, from a scratch arena
+
+    @property
+    def saving(self) -> int:
+        """What is saved outside of the scratch arena, if the backward allocates there."""
+        return self.shared - self.forward - self.gradients
+
+    def belongs_apart(self, in_flight: Sequence[BackwardMemory], existing: int) -> bool:
+        """Whether the backward is to allocate in a scratch arena, so that all in flight take the least memory.
+
+        Args:
+            in_flight: of all calls that await their backward, and of this one.
+            existing: bytes that the scratch arena has already.
+        """
+        limit = best = saved = 0  # those that need no more than the limit allocate there
+        for each in sorted(in_flight, key=lambda each: each.apart):
+            saved += max(0, each.saving)
+            if (gain := saved - max(0, each.apart - existing)) > best:
+                limit, best = each.apart, gain
+        return self.saving > 0 and self.apart <= limit
 
 
 class Arena:
@@ -29,6 +59,7 @@ class Arena:
         self._pools: dict[torch.device, Pool] = {}
         self._lent: list[Lent] = []  # Note [Lent gradients]
         self._lent_to = 0  # the thread
+        self.call: BackwardMemory | None = None  # what the call takes that holds it, or did; None without a backward
         self._has_moved = False  # whether its graphs have lent what was moved, and its memory is too large without
         # Ends the life of everything in its memory but what is lent.
         self.release: Callable[[], None] = self._held.release
@@ -195,11 +226,12 @@ class Arenas:
     Pairs keep an arena alive; when the last one that used it is gone, it goes too.
 
     Note [Scratch arenas]
-        A forward holds its arena until its backward is over, so calls in flight have an arena each. If each backward
-        had its temporary memory in the arena of its forward, there would be as much of it as there are calls in flight,
-        although backwards run one after the other. So once there are two arenas, a backward allocates in a scratch
-        arena, which it holds only while it runs: all backwards share it. Where one call is in flight at a time, a
-        backward allocates in its forward's arena, and reuses the memory of saved values that it needs no more.
+        A forward holds its arena until its backward is over, so calls in flight have an arena each. A backward may
+        allocate in the arena of its forward: it reuses the memory of saved values that it needs no more, and lends its
+        gradients. But what it needs besides, it alone has, although backwards run one after the other. Or it allocates
+        in a scratch arena, which it holds only while it runs, so that all backwards share it. Estimates of the calls in
+        flight say which of their backwards should, so that all together take the least memory: none where one call is
+        in flight at a time, and mostly not the largest.
 
     Note [Memory budget]
         ``memory_budget=`` bounds the bytes of all pools. Before a call warms up or captures, an estimate of what it
@@ -230,10 +262,13 @@ class Arenas:
                 return arena
         return self._hold_one_of(self._arenas)
 
-    def hold_scratch(self) -> Arena | None:
-        """Takes a scratch arena for a backward; None where it should allocate in the arena of its forward."""
-        several = len(_alive(self._arenas)) > 1
-        return self._hold_one_of(self._scratch) if several else None
+    def hold_scratch(self, arena: Arena) -> Arena | None:
+        """Takes a scratch arena for a backward; None where it should allocate in ``arena``, which its forward did."""
+        in_flight = [each.call for each in _alive(self._arenas) if each.call is not None and each.is_held()]
+        existing = max((scratch.nbytes() for scratch in _alive(self._scratch)), default=0)
+        if arena.call is None or not arena.call.belongs_apart(in_flight, existing):
+            return None
+        return self._hold_one_of(self._scratch)
 
     def are_all_held(self) -> bool:
         """Whether `hold` would find none now."""

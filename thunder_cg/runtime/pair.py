@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from thunder_cg.compat.distributed import ProcessGroup
 from thunder_cg.options import Options
-from thunder_cg.runtime.arena import Arena, Arenas
+from thunder_cg.runtime.arena import Arena, Arenas, BackwardMemory
 from thunder_cg.runtime.call import Call
 from thunder_cg.runtime.program_inputs import Moves
 from thunder_cg.runtime.recording import Recording
@@ -44,6 +44,7 @@ class Pair:
         self.awaiting_backward: weakref.WeakSet[Call] = weakref.WeakSet()
         self.groups: list[ProcessGroup] = []  # that its programs communicate in
         self.moves = Moves()
+        self.memory: BackwardMemory | None = None  # that its calls take; None without a backward
         # See Note [Lent gradients].
         self.lends = options.verify is None and options.memory_budget is None
         self.has_moved_gradients = False
@@ -158,13 +159,15 @@ class Pair:
                     self._collect_at *= 2  # these are no cycles: look again, but less and less often
                 else:
                     self._found_held, self._collect_at, self.had_cycles = 0, 1, True
-        if arena is not None and arena not in self._used:
-            self._used.append(arena)
+        if arena is not None:
+            arena.call = self.memory
+            if arena not in self._used:
+                self._used.append(arena)
         return arena
 
-    def hold_scratch(self) -> Arena | None:
-        """A scratch arena for a backward that is warmed up or captured, if it is to have one."""
-        scratch = self._arenas.hold_scratch()
+    def hold_scratch(self, arena: Arena) -> Arena | None:
+        """A scratch arena for a backward that is warmed up or captured, unless it is to be in ``arena``."""
+        scratch = self._arenas.hold_scratch(arena)
         if scratch is not None and scratch not in self._used_scratch:
             self._used_scratch.append(scratch)
         return scratch

@@ -16,7 +16,7 @@ import torch
 
 from thunder_cg.analysis.causes import root_causes
 from thunder_cg.analysis.classify import Pattern
-from thunder_cg.analysis.memory import MemoryEstimate
+from thunder_cg.analysis.memory import MemoryEstimate, parameter_gradients
 from thunder_cg.analysis.ops import process_groups
 from thunder_cg.analysis.partition import PlannedTrace, Region
 from thunder_cg.analysis.rules import Reason
@@ -27,7 +27,7 @@ from thunder_cg.options import Options
 from thunder_cg.progress import Stage, is_shown
 from thunder_cg.runtime import skip_reasons
 from thunder_cg.runtime.agreement import DESTROYED, Collectives, Round, SameOptions, keep_eager
-from thunder_cg.runtime.arena import Arenas
+from thunder_cg.runtime.arena import Arenas, BackwardMemory
 from thunder_cg.runtime.backend import Backend
 from thunder_cg.runtime.budget import ProgramBudget
 from thunder_cg.runtime.call import Call, Mode, SavedState
@@ -133,6 +133,10 @@ class Program:
         is_limited, needed = self.options.memory_budget is not None, self.memory.arena
         if forward is not None and self.pair.lends:
             needed = max(needed, self.memory.without_graphs)
+        if forward is not None:
+            gradients = parameter_gradients(forward.ops, self.ops) if self.pair.lends else 0  # else copied in any case
+            first = forward.memory.arena
+            self.pair.memory = BackwardMemory(first, max(first, needed), self.memory.apart, gradients)
         self.budget = ProgramBudget(shared.arenas, self.pair, self.regions, is_limited=is_limited, needed=needed)
         self._place_regions(in_pool)
         self.collectives = self._find_collectives()
@@ -323,7 +327,7 @@ class Program:
                     return call.switch_to(Mode.REPLAY)
         if (reason := self.inputs.unsupported(inputs)) is not None:
             return call.run_eagerly(reason)
-        if call.scratch is None and (scratch := self.pair.hold_scratch()) is not None:
+        if call.scratch is None and (scratch := self.pair.hold_scratch(call.arena)) is not None:
             call.scratch = scratch
             scratch.enter()
         if (reason := self.budget.find_room(call)) is not None:
