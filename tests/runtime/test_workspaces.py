@@ -13,6 +13,16 @@ from thunder_cg.runtime.cuda import streams
 from thunder_cg.runtime.cuda.streams import CaptureStream, capture_lock, free_workspaces
 
 
+class FakeStream:
+    """A stream, and the numbers of those that it has waited for."""
+
+    def __init__(self, number: int) -> None:
+        self.cuda_stream, self.waited_for = number, []
+
+    def wait_stream(self, other):
+        self.waited_for.append(other.cuda_stream)
+
+
 class FakeCuda:
     """Private pools that are numbers, and the bytes of workspaces in them."""
 
@@ -22,6 +32,7 @@ class FakeCuda:
         self.cleared = 0
         self.has_foreign_graphs = False
         self._pool = -1
+        self.current = FakeStream(7)
 
     def new_pool(self, index):
         pool = 1 + max(self.pools, default=0)
@@ -47,6 +58,8 @@ class FakeCuda:
 def fake(monkeypatch):
     fake = FakeCuda()
     monkeypatch.setattr(cuda, "new_stream", lambda index: object())
+    monkeypatch.setattr(cuda, "current_raw_stream", lambda index: fake.current.cuda_stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: fake.current)
     monkeypatch.setattr(cuda, "new_pool", fake.new_pool)
     monkeypatch.setattr(cuda, "use_pool", fake.use_pool)
     monkeypatch.setattr(cuda, "release_pool", lambda index, pool: fake.pools.pop(pool))
@@ -55,8 +68,7 @@ def fake(monkeypatch):
     monkeypatch.setattr(cuda, "pools_with_memory", lambda: {*fake.pools, *fake.foreign_pools})
     monkeypatch.setattr(cuda, "has_foreign_graphs", lambda: fake.has_foreign_graphs)
     monkeypatch.setattr(CaptureStream, "_make_workspaces", lambda stream: fake.make_workspace())
-    monkeypatch.setattr(CaptureStream, "_idle", [])
-    monkeypatch.setattr(CaptureStream, "_in_use", 0)
+    monkeypatch.setattr(CaptureStream, "_all", [])
     monkeypatch.setattr(streams, "own_pools", set())
     return fake
 
@@ -68,11 +80,31 @@ def prepared():
     return stream
 
 
+def test_arenas_of_one_thread_and_stream_share_workspaces_and_are_ordered(fake):
+    first = prepared()
+    assert prepared() is first and fake.pools == {1: 32}
+    here, there = fake.current, FakeStream(8)
+    fake.current = there
+    assert prepared() is not first and there.waited_for == []
+    assert first.follow() == 8 and there.waited_for == [7]  # a graph of the first stream's arenas on the second
+    assert first.follow() == 8 and there.waited_for == [7]
+    fake.current = here
+    assert first.follow() == 7 and here.waited_for == [8]
+    found = []
+    thread = threading.Thread(target=lambda: found.append(prepared()))
+    thread.start()
+    thread.join()
+    assert found[0] is not first
+
+
 def test_workspaces_of_the_last_arena_are_back_at_once(fake):
-    first, second = prepared(), prepared()
+    first = prepared()
+    fake.current = FakeStream(8)
+    second = prepared()
     assert (fake.pools, first.workspace_nbytes()) == ({1: 32, 2: 32}, 32)
     first.give_back()
     assert fake.cleared == 0  # the next arena takes it
+    fake.current = FakeStream(9)
     assert CaptureStream.take(0) is first
     for stream in (first, second):
         stream.give_back()

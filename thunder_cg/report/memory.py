@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 
 from thunder_cg.report.programs import Located
 from thunder_cg.runtime.arena import Arena
@@ -59,7 +61,7 @@ class ArenaMemory:
 
     number: int
     pool: int  # what its pools reserve
-    workspaces: int  # of cuBLAS, outside of the pools; an idle capture stream keeps them for the next arena
+    workspaces: int  # of cuBLAS, outside of the pools; arenas share them, and they are kept for the next arena
     is_held: bool  # whether a call in flight has it
 
 
@@ -74,7 +76,7 @@ class MemoryReport:
     recordings: tuple[RecordingMemory, ...] = ()
     previews: tuple[MemoryPreview, ...] = ()
     pools: int = 0  # the sum over the arenas
-    workspaces: int = 0  # the sum over the arenas
+    workspaces: int = 0  # of all arenas, each counted once
     graphs: int = 0  # the sum over the recordings
     budget: int | None = None  # of the pools of all arenas of the transform, or of the step
 
@@ -122,16 +124,18 @@ class MemoryReport:
         previews: tuple[MemoryPreview, ...],
         budget: int | None,
     ) -> MemoryReport:
+        arenas = [*arenas]
+        workspaces = [arena.workspaces() for arena in arenas]
         numbered = tuple(
-            ArenaMemory(number, arena.nbytes(), arena.workspace_nbytes(), arena.is_held())
-            for number, arena in enumerate(arenas)
+            ArenaMemory(number, arena.nbytes(), sum(mine.values()), arena.is_held())
+            for number, (arena, mine) in enumerate(zip(arenas, workspaces))
         )
         return cls(
             arenas=numbered,
             recordings=recordings,
             previews=previews,
             pools=sum(arena.pool for arena in numbered),
-            workspaces=sum(arena.workspaces for arena in numbered),
+            workspaces=sum(reduce(or_, workspaces, {}).values()),
             graphs=sum(region.graph for recording in recordings for region in recording.regions),
             budget=budget,
         )

@@ -152,9 +152,9 @@ class Arena:
     def nbytes(self) -> int:
         return sum(pool.nbytes() for pool in self._pools.values())
 
-    def workspace_nbytes(self) -> int:
-        """Bytes of the workspaces of libraries that its captures use, outside of the pools."""
-        return sum(pool.workspace_nbytes() for pool in self._pools.values())
+    def workspaces(self) -> dict[Any, int]:
+        """Bytes of the workspaces of libraries that its captures use, outside of the pools; see `Pool.workspaces`."""
+        return {where: nbytes for pool in self._pools.values() for where, nbytes in pool.workspaces().items()}
 
     def trim(self) -> None:
         """Gives back memory that no graph needs. Only for the holder."""

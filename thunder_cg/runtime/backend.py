@@ -121,8 +121,8 @@ class Pool(Protocol):
     def nbytes(self) -> int:
         """Bytes of device memory that the pool occupies."""
 
-    def workspace_nbytes(self) -> int:
-        """Bytes of the workspaces that libraries keep for the pool's captures, outside of it."""
+    def workspaces(self) -> Mapping[Any, int]:
+        """Bytes of the workspaces that libraries keep for its captures, outside of it, by what pools may share."""
 
     def close(self) -> None:
         """Gives the pool's memory back. No graph recorded in it may be replayed afterwards."""

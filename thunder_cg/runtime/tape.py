@@ -509,8 +509,8 @@ class TapePool:
     def nbytes(self) -> int:
         return sum(storage.nbytes() for storage in self._storages().values())
 
-    def workspace_nbytes(self) -> int:
-        return 0
+    def workspaces(self) -> dict[Any, int]:
+        return {}
 
     def close(self) -> None:
         self._tensors.clear()

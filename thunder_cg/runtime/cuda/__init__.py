@@ -1,12 +1,12 @@
 """The ``cuda`` backend: regions as CUDA graphs.
 
 What comes in: a region's function and its inputs. What goes out: a `CudaGraph`, and tensors that show where in the
-arena its kernels write. An arena owns a `CudaPool`, which owns a private pool of PyTorch's caching allocator and a
-stream of its own. A `CudaGraph` owns PyTorch's graph and keeps the private pool alive.
+arena its kernels write. An arena owns a `CudaPool`, which owns a private pool of PyTorch's caching allocator and
+uses a capture stream. A `CudaGraph` owns PyTorch's graph and keeps the private pool alive.
 
 A capture, step by step:
 
-1.  `CudaPool` takes a `CaptureStream` that no other arena uses, and captures an empty graph, the keep-alive graph.
+1.  `CudaPool` takes the `CaptureStream` of its thread and stream, and captures an empty graph, the keep-alive graph.
     It keeps the private pool in use (:mod:`pool`, :mod:`streams`).
 2.  ``CudaPool.warm_up`` runs the region's function for real, on the capture stream and in the private pool. See
     Note [Warm-up inside the pool].

@@ -14,7 +14,7 @@ from thunder_cg.runtime.backend import Tensors
 from thunder_cg.runtime.cuda import copy_nodes
 from thunder_cg.runtime.cuda.copy_nodes import Copies, SetAddresses, refused
 from thunder_cg.runtime.cuda.nodes import KernelScalars, counts, refuse_host_memory
-from thunder_cg.runtime.cuda.streams import CaptureLock, capture_lock, wait_for_draws
+from thunder_cg.runtime.cuda.streams import CaptureLock, CaptureStream, capture_lock, wait_for_draws
 from thunder_cg.runtime.tensors import copy_all, is_compact
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ class CudaGraph:
 
     _capture_lock: ClassVar[CaptureLock] = capture_lock  # for a destructor that runs while the interpreter ends
 
-    def __init__(self, index: int, pool: PrivatePool, buffers: Tensors) -> None:
-        self._index, self._pool, self._buffers = index, pool, buffers
+    def __init__(self, index: int, pool: PrivatePool, capture_stream: CaptureStream, buffers: Tensors) -> None:
+        self._index, self._pool, self._capture_stream, self._buffers = index, pool, capture_stream, buffers
         self._has_driver = copy_nodes.available(index)
         self.torch_graph = cuda.OwnGraph(keep_graph=self._has_driver)
         self.nbytes = 0  # known only with the driver
@@ -155,14 +155,16 @@ class CudaGraph:
 
     def _launch(self) -> None:
         if self._launcher is not None:
-            (error,) = self._launcher(cuda.current_raw_stream(self._index))
+            with self._capture_stream.lock:
+                (error,) = self._launcher(self._capture_stream.follow())
             if error:
                 refused("to launch a graph", error)
             return
         generator = torch.cuda.default_generators[self._index]
-        with capture_lock:
+        with capture_lock, self._capture_stream.lock:
             before = generator.get_offset()
             try:
+                self._capture_stream.follow()
                 wait_for_draws(self._index)
                 self.torch_graph.replay()  # if the graph draws, this moves the generator on before it launches
             except Exception as error:
@@ -176,18 +178,21 @@ class CudaGraph:
             if copies_are_nodes and self._scalars is None:
                 set_sources = self._inputs.set_addresses if self._inputs is not None else None
                 set_targets = self._outputs.set_addresses if self.copied_out else None
-                self._fast_replay = _make_fast_replay(self._index, self._launcher, set_sources, set_targets)
+                self._fast_replay = _make_fast_replay(self._capture_stream, self._launcher, set_sources, set_targets)
 
 
 def _make_fast_replay(
-    index: int, launch: Callable[[int], tuple[Any]], set_sources: SetAddresses | None, set_targets: SetAddresses | None
+    capture_stream: CaptureStream,
+    launch: Callable[[int], tuple[Any]],
+    set_sources: SetAddresses | None,
+    set_targets: SetAddresses | None,
 ) -> Launch:
     """What `CudaGraph._replay` does, for a graph whose copies are all nodes and that has no scalars and draws nothing.
 
     It is a closure, because steady calls spend their host time here. It holds no reference to its graph, so that
     reference counting frees the graph.
     """
-    stream = cuda.current_raw_stream
+    stream, index, lock = cuda.current_raw_stream, capture_stream.index, capture_stream.lock
 
     def replay(sources: Tensors, targets: Tensors) -> None:
         try:
@@ -195,7 +200,10 @@ def _make_fast_replay(
                 set_sources(sources)
             if set_targets is not None:
                 set_targets(targets)
-            (error,) = launch(stream(index))
+            with lock:
+                if (raw := stream(index)) != capture_stream.last_raw:
+                    capture_stream.follow()
+                (error,) = launch(raw)
         except ReplayRefused:
             raise
         except Exception as problem:

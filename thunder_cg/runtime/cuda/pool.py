@@ -104,7 +104,8 @@ class CudaPool:
     def _on_capture_stream(self) -> Iterator[torch.cuda.Stream]:
         """The capture stream, ordered after the caller's stream, which is yielded, and the caller's stream after it."""
         current = torch.cuda.current_stream(self._index)
-        with torch.cuda.device(self._index):
+        with torch.cuda.device(self._index), self._capture_stream.lock:
+            self._capture_stream.follow()
             # Captures run kernels, too, which set seed and offset, and so may the making of workspaces.
             self._capture_stream.stream.wait_stream(current)
             self._capture_stream.prepare()
@@ -169,7 +170,7 @@ class CudaPool:
             if self._ran_out:
                 torch.cuda.empty_cache()  # see Note [Memory for a pool]
                 self._ran_out = False
-            graph = CudaGraph(self._index, self._private_pool, buffers)
+            graph = CudaGraph(self._index, self._private_pool, self._capture_stream, buffers)
             try:
                 outputs = self._record(graph, fn, args, copied_out)
                 graph.instantiate(sentinels)
@@ -284,8 +285,8 @@ class CudaPool:
     def nbytes(self) -> int:
         return sum(segment["total_size"] for segment in cuda.pool_segments([p.id for p in self._private_pools]))
 
-    def workspace_nbytes(self) -> int:
-        return self._capture_stream.workspace_nbytes()
+    def workspaces(self) -> dict[Any, int]:
+        return {self._capture_stream: self._capture_stream.workspace_nbytes()}
 
     def close(self) -> None:
         if "_private_pool" in self.__dict__:

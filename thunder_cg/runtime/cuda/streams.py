@@ -2,12 +2,14 @@
 
 Note [cuBLAS workspaces]
     PyTorch keeps one cuBLAS workspace for each thread and stream until the process ends, and a graph bakes its address
-    in. Graphs that share a workspace race when they are replayed on two streams. So no two arenas, and no arena and
-    user, share a capture stream. ``_cuda_clearCublasWorkspaces``, which Inductor calls, frees the workspaces of all
-    streams, those that graphs still use as well. So ours are in a private pool that nothing else allocates from, also
-    those of autograd's thread, on which the capture of a whole step runs its backward.
+    in. Graphs that share a workspace would race if they were replayed on two streams at once. A workspace has 32 MiB on
+    an H200, so arenas share a capture stream if one thread has made them on one stream, and whatever uses its
+    workspaces follows the stream that used them last: launches, warm-ups and captures hold the capture stream's lock.
+    No user shares it. ``_cuda_clearCublasWorkspaces``, which Inductor calls, frees the workspaces of all streams, those
+    that graphs still use as well. So ours are in a private pool that nothing else allocates from, also those of
+    autograd's thread, on which the capture of a whole step runs its backward.
 
-    An idle capture stream keeps its workspace (32 MiB on an H200) for the next arena. When all streams are idle, this
+    An idle capture stream keeps its workspaces for the next arena. When all streams are idle, this
     module has PyTorch free the workspaces, unless the process may have graphs of others. A graph that nobody can see,
     such as one of a C++ library, shows in the memory of its private pool. So does one that is gone, if a workspace was
     made in its capture.
@@ -100,8 +102,7 @@ own_pools: set[cuda.PoolId] = set()  # the private pools of this package; those 
 class CaptureStream:
     """A stream to warm up and capture on, with its workspaces. See Note [cuBLAS workspaces]."""
 
-    _idle: ClassVar[list[CaptureStream]] = []
-    _in_use: ClassVar[int] = 0
+    _all: ClassVar[list[CaptureStream]] = []  # they live as long as the process; their workspaces may not
     _cleared: ClassVar[int] = 0  # how often PyTorch's workspaces have been freed
     _lock: ClassVar[threading.RLock] = threading.RLock()  # a destructor may give a stream back while we take one
     _process_ends: ClassVar[Any] = staticmethod(sys.is_finalizing)  # for the same destructor
@@ -110,27 +111,46 @@ class CaptureStream:
         self.index = index
         self.stream = cuda.new_stream(index)
         self.spare = cuda.new_stream(index)  # for captures that must not wait for the other stream
+        self.lock = threading.RLock()  # of who uses the workspaces: a warm-up may launch a graph that does, too
+        self.last_raw = 0  # the stream that used the workspaces last
+        self._last: torch.cuda.Stream | None = None
+        self._users = 0  # pools
+        self._made_by = 0  # the thread whose pools these are
         self._pool: cuda.PoolId | None = None
         self._of_thread = threading.local()  # not by the thread's number, which a later thread may have, too
 
     @classmethod
     def take(cls, index: int) -> CaptureStream:
-        """One that nobody uses. They live as long as the process; their workspaces may not."""
+        """The one of this thread and the current stream; one that nobody uses, if there is none."""
         with cls._lock:
-            stream = next((each for each in cls._idle if each.index == index), None)
+            user = threading.get_ident(), cuda.current_raw_stream(index)
+            here = [each for each in cls._all if each.index == index]
+            used = (each for each in here if each._users and (each._made_by, each.last_raw) == user)
+            stream = next(used, None) or next((each for each in here if not each._users), None)
             if stream is None:
                 stream = cls(index)
-            else:
-                cls._idle.remove(stream)
-            CaptureStream._in_use += 1
+                cls._all.append(stream)
+            stream._users += 1
+            stream._made_by = user[0]
+        with stream.lock:
+            stream.follow()
         return stream
 
     def give_back(self) -> None:
         with self._lock:
-            self._idle.append(self)
-            CaptureStream._in_use -= 1
+            self._users -= 1
         if self.all_are_idle() and not self._process_ends():
             free_workspaces()
+
+    def follow(self) -> int:
+        """Orders the current stream, which uses the workspaces next, after the last one. Returns it. With the lock."""
+        raw = cuda.current_raw_stream(self.index)
+        if self._last is None or raw != self.last_raw:
+            current = torch.cuda.current_stream(self.index)
+            if self._last is not None:
+                current.wait_stream(self._last)
+            self._last, self.last_raw = current, raw
+        return raw
 
     def workspace_nbytes(self) -> int:
         segments = cuda.pool_segments([self._pool]) if self._pool is not None else []
@@ -141,14 +161,14 @@ class CaptureStream:
         """After PyTorch has freed all workspaces: gives up the pools of those of idle streams."""
         with cls._lock:
             CaptureStream._cleared += 1
-            for stream in cls._idle:
+            for stream in [each for each in cls._all if not each._users]:
                 pool, stream._pool = stream._pool, None
                 if pool is not None:
                     cuda.release_pool(stream.index, pool)
 
     @classmethod
     def all_are_idle(cls) -> bool:
-        return not cls._in_use
+        return not any(each._users for each in cls._all)
 
     def prepare(self) -> None:
         """Makes this thread's workspaces for the stream, before anything could make them in an arena's pool."""
