@@ -365,6 +365,7 @@ class Program:
         assert call.arena is not None
         if call.recording is None:
             call.recording = Recording(call.arena)
+            call.arena.trim()  # what warm-ups needed is laid out in another way
             self._count_moves([r.forward for r in self.pair.recordings if r.forward is not None], inputs)
         else:
             self._count_moves(call.recording.backwards, inputs)
