@@ -261,7 +261,7 @@ def test_a_large_function_among_small_ones_takes_no_more_memory():
         return peak_of_training([part.cuda() for part in (nn.Sequential(*layers), *heads)], transforms)
 
     plain, graphed = peak(), peak(cudagraph_transform())
-    assert graphed <= 1.05 * plain + 4 * 32, (plain, graphed)  # each arena has a workspace of cuBLAS
+    assert graphed <= 1.2 * plain, (plain, graphed)  # each arena has segments of its own
 
 
 def test_memory_of_backwards_exists_once(monkeypatch):
@@ -275,7 +275,7 @@ def test_memory_of_backwards_exists_once(monkeypatch):
     plain, shared = peak(), peak(cudagraph_transform())
     monkeypatch.setattr(Arenas, "hold_scratch", lambda self, arena: None)
     apart = peak(cudagraph_transform())
-    assert shared <= 1.4 * plain, (plain, shared, apart)  # forwards have 8 arenas, and each a workspace of cuBLAS
+    assert shared <= 1.4 * plain, (plain, shared, apart)  # forwards have 8 arenas
     assert apart - shared >= 6 * 64, (plain, shared, apart)  # a hidden layer is 64 MB
 
 
