@@ -116,7 +116,7 @@ from torch.utils.checkpoint import checkpoint
 
 from thunder_cg import CaptureError, explain, release
 from thunder_cg.errors import SharedMemoryError
-from thunder_cg.runtime.arena import BackwardMemory
+from thunder_cg.runtime.arena import CallMemory
 from thunder_cg.runtime.early_outputs import CopiedEarly, EarlyCopier
 from thunder_cg.runtime.region import RuntimeRegion
 
@@ -1379,7 +1379,7 @@ def test_an_arena_for_each_function(transform, device):
 @pytest.mark.parametrize("is_apart", [True, False])
 def test_backwards_that_share_memory(transform, device, monkeypatch, is_apart):
     """In the order of autograd and in others, with gradients of other layouts, and with a graph that is retained."""
-    monkeypatch.setattr(BackwardMemory, "belongs_apart", lambda *_: is_apart)
+    monkeypatch.setattr(CallMemory, "belongs_apart", lambda *_: is_apart)
     shared = transform()
     models = [MLP().to(device) for _ in range(3)]
     plain = [thunder.jit(copy.deepcopy(model)) for model in models]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -86,14 +88,17 @@ def test_a_fast_replay(fake):
     for each in copies:
         each.record(fixed)
         each.bind("executable")
-    replay = graph._make_fast_replay(0, cuda.graph_launcher("executable"), *(each.set_addresses for each in copies))
+    stream = SimpleNamespace(index=0, lock=nullcontext(), last_raw=7)
+    replay = graph._make_fast_replay(
+        stream, cuda.graph_launcher("executable"), *(each.set_addresses for each in copies)
+    )
     replay(others, others)
     assert fake.launches == [("executable", 7)] and len(fake.updates) == 2
     assert [spans(each)[0][1 - into] for into, each in zip((1, 0), copies)] == [others[0].data_ptr()] * 2
     with pytest.raises(ReplayRefused):
         replay([], others)  # whatever fails before the launch
     assert len(fake.launches) == 1
-    only_launch = graph._make_fast_replay(0, cuda.graph_launcher("executable"), None, None)
+    only_launch = graph._make_fast_replay(stream, cuda.graph_launcher("executable"), None, None)
     fake.answer = FAILED
     with pytest.raises(ReplayRefused, match=r"launch a graph.*OUT_OF_MEMORY"):
         only_launch([], [])

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from thunder_cg import cudagraph_transform
-from thunder_cg.runtime.arena import BackwardMemory
+from thunder_cg.runtime.arena import CallMemory
 from thunder_cg.runtime.skip_reasons import held_back
 
 
@@ -70,8 +70,8 @@ def test_estimate(trains, backend, device):
 
 
 def test_backwards_allocate_where_all_calls_in_flight_take_the_least():
-    layer = BackwardMemory(forward=100, shared=180, apart=150, gradients=10)
-    backbone = BackwardMemory(forward=700, shared=850, apart=400, gradients=170)
+    layer = CallMemory(forward=100, shared=180, apart=150, gradients=10)
+    backbone = CallMemory(forward=700, shared=850, apart=400, gradients=170)
     assert not layer.belongs_apart([layer], existing=0)
     assert not layer.belongs_apart([layer, layer], existing=0)  # 2 x 180, or 2 x 110 + 150
     assert layer.belongs_apart([layer] * 3, existing=0)  # 3 x 180, or 3 x 110 + 150
@@ -98,7 +98,7 @@ def test_a_backward_of_many_functions_in_flight_allocates_apart(in_flight, backe
     ]
     assert len(backwards) == in_flight
     assert any(backward.scratch is not None for backward in backwards) == (in_flight > 1), [
-        programs(part)[0].pair.memory for part in parts
+        programs(part)[0].pair.call_memory for part in parts
     ]
 
 

@@ -18,7 +18,7 @@ _RAISE = "raise memory_budget"
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardMemory:
+class CallMemory:
     """Estimates of the bytes that a call takes until its backward is over. See Note [Scratch arenas]."""
 
     forward: int  # the arena, after the forward
@@ -31,7 +31,7 @@ class BackwardMemory:
         """What is saved outside of the scratch arena, if the backward allocates there."""
         return self.shared - self.forward - self.gradients
 
-    def belongs_apart(self, in_flight: Sequence[BackwardMemory], existing: int) -> bool:
+    def belongs_apart(self, in_flight: Sequence[CallMemory], existing: int) -> bool:
         """Whether the backward is to allocate in a scratch arena, so that all in flight take the least memory.
 
         Args:
@@ -59,7 +59,7 @@ class Arena:
         self._pools: dict[torch.device, Pool] = {}
         self._lent: list[Lent] = []  # Note [Lent gradients]
         self._lent_to = 0  # the thread
-        self.call: BackwardMemory | None = None  # what the call takes that holds it, or did; None without a backward
+        self.call_memory: CallMemory | None = None  # what the call takes that holds it, or did; None without a backward
         self._has_moved = False  # whether its graphs have lent what was moved, and its memory is too large without
         # Ends the life of everything in its memory but what is lent.
         self.release: Callable[[], None] = self._held.release
@@ -264,9 +264,11 @@ class Arenas:
 
     def hold_scratch(self, arena: Arena) -> Arena | None:
         """Takes a scratch arena for a backward; None where it should allocate in ``arena``, which its forward did."""
-        in_flight = [each.call for each in _alive(self._arenas) if each.call is not None and each.is_held()]
+        in_flight = [
+            each.call_memory for each in _alive(self._arenas) if each.call_memory is not None and each.is_held()
+        ]
         existing = max((scratch.nbytes() for scratch in _alive(self._scratch)), default=0)
-        if arena.call is None or not arena.call.belongs_apart(in_flight, existing):
+        if arena.call_memory is None or not arena.call_memory.belongs_apart(in_flight, existing):
             return None
         return self._hold_one_of(self._scratch)
 

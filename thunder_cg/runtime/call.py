@@ -70,7 +70,7 @@ class Call:
         call = cls(program)
         recording.replays += 1
         call.arena, call.recording, call.trace = recording.arena, recording, recording.forward
-        recording.arena.call = program.pair.memory
+        recording.arena.call_memory = program.pair.call_memory
         return call.switch_to(Mode.REPLAY)
 
     def switch_to(self, mode: Mode, reason: str = "", *, strict: bool = True) -> Call:

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from thunder_cg.compat.distributed import ProcessGroup
 from thunder_cg.options import Options
-from thunder_cg.runtime.arena import Arena, Arenas, BackwardMemory
+from thunder_cg.runtime.arena import Arena, Arenas, CallMemory
 from thunder_cg.runtime.call import Call
 from thunder_cg.runtime.program_inputs import Moves
 from thunder_cg.runtime.recording import Recording
@@ -44,7 +44,7 @@ class Pair:
         self.awaiting_backward: weakref.WeakSet[Call] = weakref.WeakSet()
         self.groups: list[ProcessGroup] = []  # that its programs communicate in
         self.moves = Moves()
-        self.memory: BackwardMemory | None = None  # that its calls take; None without a backward
+        self.call_memory: CallMemory | None = None  # that its calls take; None without a backward
         # See Note [Lent gradients].
         self.lends = options.verify is None and options.memory_budget is None
         self.has_moved_gradients = False
@@ -160,7 +160,7 @@ class Pair:
                 else:
                     self._found_held, self._collect_at, self.had_cycles = 0, 1, True
         if arena is not None:
-            arena.call = self.memory
+            arena.call_memory = self.call_memory
             if arena not in self._used:
                 self._used.append(arena)
         return arena

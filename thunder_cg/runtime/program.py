@@ -27,7 +27,7 @@ from thunder_cg.options import Options
 from thunder_cg.progress import Stage, is_shown
 from thunder_cg.runtime import skip_reasons
 from thunder_cg.runtime.agreement import DESTROYED, Collectives, Round, SameOptions, keep_eager
-from thunder_cg.runtime.arena import Arenas, BackwardMemory
+from thunder_cg.runtime.arena import Arenas, CallMemory
 from thunder_cg.runtime.backend import Backend
 from thunder_cg.runtime.budget import ProgramBudget
 from thunder_cg.runtime.call import Call, Mode, SavedState
@@ -136,7 +136,7 @@ class Program:
         if forward is not None:
             gradients = parameter_gradients(forward.ops, self.ops) if self.pair.lends else 0  # else copied in any case
             first = forward.memory.arena
-            self.pair.memory = BackwardMemory(first, max(first, needed), self.memory.apart, gradients)
+            self.pair.call_memory = CallMemory(first, max(first, needed), self.memory.apart, gradients)
         self.budget = ProgramBudget(shared.arenas, self.pair, self.regions, is_limited=is_limited, needed=needed)
         self._place_regions(in_pool)
         self.collectives = self._find_collectives()
