@@ -33,7 +33,7 @@ from torch import distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from thunder_cg import graphed_step
@@ -325,6 +325,49 @@ def test_ranks_with_other_groups(ranks: Ranks) -> None:
         assert not differing and replays == 2, in_python
 
 
+# Functional collectives, and those of DTensors that the step makes
+
+
+def reduce_functionally(gradients: list[torch.Tensor], mesh: Any) -> None:
+    """Waited for late, in place, of each other, of several tensors, and by a DTensor."""
+    sums = [functional.all_reduce(each, "sum", mesh) for each in gradients[:2]]
+    functional.wait_tensor(torch.ops._c10d_functional.all_reduce_(gradients[2], "sum", mesh.get_group().group_name))
+    both = functional.all_gather_tensor(functional.broadcast(gradients[3], 1, mesh), 0, mesh)
+    gradients[3].copy_(functional.reduce_scatter_tensor(both, "sum", 0, mesh))
+    sums += functional.all_reduce_coalesced(gradients[4:6], "sum", mesh)
+    for gradient, total in zip(gradients[:2] + gradients[4:], sums):
+        gradient.copy_(total)
+    parts = DTensor.from_local(gradients[6], mesh, [Partial()], run_check=False)
+    gradients[6].copy_((parts * 2).redistribute(mesh, [Replicate()]).to_local())
+
+
+def functionally() -> tuple[int, int, dict[str, int]]:
+    import parallel
+
+    found: list[list[torch.Tensor]] = []
+    mesh = init_device_mesh(parallel.device().type, (dist.get_world_size(),))
+    for wrap in (lambda step: step, graphed):
+        model = parallel.model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def fn(tokens, model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = functional.all_reduce(model(tokens), "sum", mesh).square().mean()  # which has a gradient
+            loss.backward()
+            reduce_functionally([p.grad for p in model.parameters()], mesh)
+            optimizer.step()
+            return loss.detach()
+
+        step = wrap(fn)
+        found.append([t for i in range(6) for t in (step(parallel.tokens(i)).clone(), *state_of(model))])
+    return parallel.differing(*found), step.replays, dict(step.in_python)
+
+
+def test_functional_collectives(ranks: Ranks) -> None:
+    for differing, replays, in_python in ranks.run(functionally):
+        assert not differing and replays >= 3, in_python
+
+
 # Groups that go
 
 
@@ -488,7 +531,7 @@ STEPS: dict[str, Callable[..., Any]] = {
     "objects": _with(lambda gradient, group: dist.broadcast_object_list([None], 0, group)),
     "a DTensor": _sharded,
     "point to point": _with(_send),
-    "functional": _with(lambda gradient, group: gradient.copy_(functional.all_reduce(gradient, "sum", group))),
+    "functional, not waited for": _with(lambda gradient, group: functional.all_reduce(gradient, "sum", group)),
     "barrier": _with(_wait_for_others),
     "not waited for": _with(_wait_for_another),
     "polled": _with(_poll),
@@ -509,7 +552,7 @@ REASONS = {
     "kept eager": r'was compiled with capture_collectives="never"; compile it without that option',
     "FullyShardedDataParallel": r"PyTorch's FSDP gives parameters other memory in .*; take thunder.distributed.fsdp",
     "fully_shard": r"PyTorch's FSDP gives parameters other memory in each step, .*; take thunder.distributed.fsdp",
-    "functional": r"it calls _c10d_functional.all_reduce, a functional collective.*; call that of torch.distributed",
+    "functional, not waited for": r"a collective is not waited for in the step, at .*; call wait\(\)",
     "point to point": r"it communicates from point to point \((send|recv)\), at .*; do that outside of the step",
     "objects": r"it communicates objects of Python \(broadcast_object_list\), at .*; do that outside of the step",
     "a DTensor": r"the step uses a DTensor, which is no plain tensor; take thunder.distributed",

@@ -496,7 +496,7 @@ class StepCapture:
         state = self.state
         self.calls.forget_collectives()
         state.guard_tensors(self.batch.tensors)
-        _refuse_sparse_gradients(state)
+        _refuse_gradients(state)
         # A step that sets a generator sets it in the capture, too. Draws in a capture move no generator of CUDA.
         with GraphGradient.recounted(), fork_rng([state.device], enabled=state.device.type != "cpu"):
             to = None if self.others else self.arena.pool(state.device)
@@ -536,7 +536,7 @@ class StepCapture:
         outside = states_outside(state.device)
         targets = [each.target for each in copied]
         graph = pool.capture(partial(body.run, self.backend), [], targets, partial(body.copied_out, pool))[0]
-        _refuse_sparse_gradients(state)
+        _refuse_gradients(state)
         outputs = body.outputs
         assert outputs is not None
         outputs.disown()
@@ -648,9 +648,13 @@ def _extend(get: Callable[[], Any], items: list[Any]) -> None:
     get().extend(items)
 
 
-def _refuse_sparse_gradients(state: StepState) -> None:
+def _refuse_gradients(state: StepState) -> None:
+    """`CaptureRefused` if one is sparse, or no plain tensor."""
     for parameter in state.parameters:
-        if (gradient := parameter.grad) is not None and not has_storage(gradient):
+        if not is_plain(gradient := parameter.grad):
+            problem = f"a gradient is a {type(gradient).__name__}, not a plain tensor"
+            raise CaptureRefused(f"{problem}; put a plain one there")
+        if gradient is not None and not has_storage(gradient):
             problem = f"a gradient is a tensor with the layout {gradient.layout}, which has no address"
             raise CaptureRefused(f"{problem}; make its module with sparse=False")
 
