@@ -135,9 +135,10 @@ def test_what_inductor_has_compiled_is_one_call(pool, monkeypatch):
     graph_class = type("Graph", (CompiledFxGraph,), {"__call__": CompiledFxGraph.__call__})
     monkeypatch.setitem(sys.modules, INDUCTOR, types.SimpleNamespace(CompiledFxGraph=graph_class))
     call = graph_class()
-    for _ in range(2):
+    fusion = TapeBackend().fusion(lambda t: call([t])[0])
+    for each in (lambda t: call([t])[0], fusion):
         x = torch.ones(2)
-        graph, (y,) = pool.capture(lambda t: [call([t])[0] + 1], [x])
+        graph, (y,) = pool.capture(lambda t, f=each: [f(t) + 1], [x])
         x.fill_(2)
         graph.replay()
         assert y.tolist() == [7, 7] and graph.counts() == {"op": 2}

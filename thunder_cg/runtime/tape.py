@@ -177,6 +177,7 @@ class _Tape(_Reuse):
         self._own: set[int] = set()  # addresses of the storages that the recorded calls allocated
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self.steps: list[_Step] = []
+        self.is_in_call = False  # whether a recorded call runs now, which what it calls is a part of
         self.may_draw = False  # whether a recorded call may have drawn random numbers
         self.refused: CaptureRefused | None = None  # ends the capture, as on a GPU, though somebody may catch it
 
@@ -206,12 +207,8 @@ class _Tape(_Reuse):
 
     def record_fusion(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.may_draw = True
-        _active.tape = None  # what it calls is a part of it
-        try:
-            with compat.disable_dispatch_modes():
-                return self._record(fn, args, kwargs, writes=True, grad=False)
-        finally:
-            _active.tape = self
+        with compat.disable_dispatch_modes():
+            return self._record(fn, args, kwargs, writes=True, grad=False)
 
     def record_compiled(self, graph: Callable[..., Any], inputs: Sequence[Any], source: str) -> Any:
         """Records a graph that Inductor has compiled, such as one of `torch.compile` in a step."""
@@ -234,7 +231,11 @@ class _Tape(_Reuse):
         # Attention has other kernels if query and key are one object, and compiled fusions guard on requires_grad.
         recorded = {id(t): t.detach().requires_grad_(t.requires_grad) for t in inputs}
         recorded_args, recorded_kwargs = compat.tree_map_only(torch.Tensor, lambda t: recorded[id(t)], (args, kwargs))
-        output = fn(*args, **kwargs)
+        self.is_in_call = True
+        try:
+            output = fn(*args, **kwargs)
+        finally:
+            self.is_in_call = False
         _poison(self._free)
         results = self._results(output, inputs)
         if results or writes:  # a call without writes and new results made a view, which stays valid
@@ -298,7 +299,7 @@ class _Tape(_Reuse):
 
 def _call_compiled(graph: Callable[..., Any], inputs: Sequence[Any], source: str) -> Any:
     tape = getattr(_active, "tape", None)
-    return graph(inputs) if tape is None else tape.record_compiled(graph, inputs, source)
+    return graph(inputs) if tape is None or tape.is_in_call else tape.record_compiled(graph, inputs, source)
 
 
 def _is_called_from_file() -> bool:
