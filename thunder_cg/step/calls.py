@@ -11,8 +11,8 @@ Note [Collectives in a step]
     what the host waits in, what it communicates itself, and DistributedDataParallel, whose reducer counts gradients in
     C++: a capture that fails would leave it in the middle of a backward. Nor is a collective that nobody waits for. In
     Python, PyTorch keeps its memory until it is done; in a graph, later kernels would get it. NCCL's kernels may find
-    the addresses of tensors in memory and not among their arguments, so those that collectives get are noted. Functional
-    ones, DTensor's among them, are waited for by their results.
+    the addresses of tensors in memory and not among their arguments, so those that collectives get are noted.
+    Functional ones, DTensor's among them, are waited for by their results.
 """
 
 from __future__ import annotations
