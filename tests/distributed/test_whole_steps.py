@@ -20,8 +20,8 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -90,6 +90,29 @@ def step_of_own(model: Any, group: Any = None) -> Callable[..., Any]:
 def state_of(model: Any) -> list[torch.Tensor]:
     tensors = [t for p in model.parameters() for t in (p, p.grad)]
     return [(t.to_local() if isinstance(t, DTensor) else t).detach().clone() for t in tensors]
+
+
+def with_and_without(
+    make: Callable[[Any], Callable[..., Any]], steps: int, around: Callable[[int], Any] = nullcontext
+) -> tuple[int, Any]:
+    """How many losses, batches, parameters and gradients of so many steps differ with graphs; and the step with graphs.
+
+    Args:
+        make: makes the step of a model.
+        around: is entered around each step.
+    """
+    import parallel
+
+    found: list[list[torch.Tensor]] = []
+    for wrap in (lambda step: step, graphed):
+        model = parallel.model()
+        step = wrap(make(model))
+        found.append([])
+        for i in range(steps):
+            tokens = parallel.tokens(i)
+            with around(i):
+                found[-1] += [step(tokens).clone(), tokens, *state_of(model)]
+    return parallel.differing(*found), step
 
 
 # Each kind of parallelism
@@ -269,19 +292,17 @@ def test_ranks_agree_at_captures_only(ranks: Ranks) -> None:
 
 def beside_a_thread() -> tuple[int, int, dict[str, int]]:
     """Trains without and with graphs, while another thread communicates in another group, as a checkpoint may do."""
-    import parallel
+    other = dist.new_group(backend="gloo")
 
-    other, found = dist.new_group(backend="gloo"), []
-    for wrap in (lambda step: step, graphed):
-        model = parallel.model()
-        step, values = wrap(step_of_own(model)), []
-        for i in range(8):
-            thread = threading.Thread(target=_communicate, args=(other, 100 if i == 1 else 0))
-            thread.start()
-            values += [step(parallel.tokens(i)).clone(), *state_of(model)]
-            thread.join()
-        found.append(values)
-    return parallel.differing(*found), step.replays, dict(step.in_python)
+    @contextmanager
+    def around(i: int) -> Iterator[None]:
+        thread = threading.Thread(target=_communicate, args=(other, 100 if i == 1 else 0))
+        thread.start()
+        yield
+        thread.join()
+
+    differing, step = with_and_without(step_of_own, 8, around)
+    return differing, step.replays, dict(step.in_python)
 
 
 def _communicate(group: Any, times: int) -> None:
@@ -303,26 +324,26 @@ def in_groups_of_their_own() -> tuple[int, int, dict[str, int]]:
     import parallel
 
     own = [dist.new_group([rank]) for rank in range(dist.get_world_size())][parallel.RANK()]
-    found = []
-    for wrap in (lambda step: step, graphed):
-        model = parallel.model()
+
+    def make(model: Any) -> Callable[..., Any]:
         inner = step_of_own(model)
 
-        def fn(tokens, inner=inner):
+        def step(tokens):
             loss = inner(tokens)
             for _ in range(1 + dist.get_rank()):
                 dist.all_reduce(loss, group=own)
             return loss
 
-        step = wrap(fn)
-        found.append([t for i in range(6) for t in (step(parallel.tokens(i)).clone(), *state_of(model))])
-    return parallel.differing(*found), step.replays, dict(step.in_python)
+        return step
+
+    differing, step = with_and_without(make, 6)
+    return differing, step.replays, dict(step.in_python)
 
 
 def test_ranks_with_other_groups(ranks: Ranks) -> None:
     """The ranks of a group agree on what happens in that group, whatever each does in others."""
     for differing, replays, in_python in ranks.run(in_groups_of_their_own):
-        assert not differing and replays == 2, in_python
+        assert not differing and replays == 3, in_python
 
 
 # Functional collectives, and those of DTensors that the step makes
@@ -344,13 +365,12 @@ def reduce_functionally(gradients: list[torch.Tensor], mesh: Any) -> None:
 def functionally() -> tuple[int, int, dict[str, int]]:
     import parallel
 
-    found: list[list[torch.Tensor]] = []
     mesh = init_device_mesh(parallel.device().type, (dist.get_world_size(),))
-    for wrap in (lambda step: step, graphed):
-        model = parallel.model()
+
+    def make(model: Any) -> Callable[..., Any]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-        def fn(tokens, model=model, optimizer=optimizer):
+        def step(tokens):
             optimizer.zero_grad()
             loss = functional.all_reduce(model(tokens), "sum", mesh).square().mean()  # which has a gradient
             loss.backward()
@@ -358,9 +378,10 @@ def functionally() -> tuple[int, int, dict[str, int]]:
             optimizer.step()
             return loss.detach()
 
-        step = wrap(fn)
-        found.append([t for i in range(6) for t in (step(parallel.tokens(i)).clone(), *state_of(model))])
-    return parallel.differing(*found), step.replays, dict(step.in_python)
+        return step
+
+    differing, step = with_and_without(make, 6)
+    return differing, step.replays, dict(step.in_python)
 
 
 def test_functional_collectives(ranks: Ranks) -> None:
@@ -397,18 +418,8 @@ def test_a_group_that_is_destroyed(ranks: Ranks) -> None:
 
 
 def refused(what: str) -> tuple[int, int, list[str]]:
-    import parallel
-
-    found: list[list[torch.Tensor]] = []
-    for wrap in (lambda step: step, graphed):
-        model = parallel.model()
-        step = wrap(STEPS[what](model, dist.group.WORLD))
-        values = []
-        for i in range(5):
-            tokens = parallel.tokens(i)
-            values += [step(tokens).clone(), tokens, *state_of(model)]
-        found.append(values)
-    return parallel.differing(*found), step.captures, [reason for reason, count in step.in_python.items() if count > 1]
+    differing, step = with_and_without(lambda model: STEPS[what](model, dist.group.WORLD), 5)
+    return differing, step.captures, [reason for reason, count in step.in_python.items() if count > 1]
 
 
 def _with(communicate: Callable[..., Any]) -> Callable[..., Any]:
