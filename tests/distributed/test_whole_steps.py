@@ -36,7 +36,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from thunder_cg import graphed_step
+from thunder_cg import explain, graphed_step
 from thunder_cg.runtime import agreement
 
 nightly = pytest.mark.nightly
@@ -362,7 +362,7 @@ def reduce_functionally(gradients: list[torch.Tensor], mesh: Any) -> None:
     gradients[6].copy_((parts * 2).redistribute(mesh, [Replicate()]).to_local())
 
 
-def functionally() -> tuple[int, int, dict[str, int]]:
+def functionally() -> tuple[int, int, str]:
     import parallel
 
     mesh = init_device_mesh(parallel.device().type, (dist.get_world_size(),))
@@ -381,12 +381,15 @@ def functionally() -> tuple[int, int, dict[str, int]]:
         return step
 
     differing, step = with_and_without(make, 6)
-    return differing, step.replays, dict(step.in_python)
+    return differing, step.replays, str(explain(step))
 
 
 def test_functional_collectives(ranks: Ranks) -> None:
-    for differing, replays, in_python in ranks.run(functionally):
-        assert not differing and replays >= 3, in_python
+    for differing, replays, text in ranks.run(functionally):
+        assert not differing and replays >= 3, text
+        assert re.search(r"Graph 0: \d+ .*; 5 all_reduce, .*1 broadcast.* in the group default_pg of 2 ranks", text), (
+            text
+        )
 
 
 # Groups that go

@@ -236,13 +236,13 @@ class Calls:
         if threading.get_ident() != self._thread:
             return
         self._object_to(frame, method)
-        values = frame.f_locals
-        if is_torchs_own(frame) and isinstance(group := values.get("group"), ProcessGroup):
-            self.groups.setdefault(group, []).append(method)
+        name = frame.f_code.co_name
+        if is_torchs_own(frame) and isinstance(group := frame.f_locals.get("group"), ProcessGroup):
+            self.groups.setdefault(group, []).append(name)
         else:
             problem = f"it calls a method of a process group itself{_line(frame)}"
             self.objection = self.objection or f"{problem}; call the function of torch.distributed"
-        self.communicated |= {tensor.data_ptr(): method for tensor in tensors_in(args) if has_storage(tensor)}
+        self.communicated |= {tensor.data_ptr(): name for tensor in tensors_in(args) if has_storage(tensor)}
         self.written |= dict.fromkeys(map(address_if_any, tensors_in(args[:1])), _line(frame))  # its first argument
 
     def _note_functional(
@@ -254,13 +254,14 @@ class Calls:
         results: list[torch.Tensor],
     ) -> None:
         """Notes a functional collective, which is waited for by its results, or a wait."""
-        plain = [tensor for tensor in tensors_in(args) if is_plain(tensor) and has_storage(tensor)]
+        if not all(map(is_plain, tensors := tensors_in(args))):  # a wrapper, which calls it again with what it holds
+            return
         if group is None:
-            for tensor in plain if name == "wait_tensor" else ():
+            for tensor in tensors if name == "wait_tensor" else ():
                 self.pending.pop(address_if_any(tensor), None)
             return
         self.groups.setdefault(group, []).append(name)
-        self.communicated |= {tensor.data_ptr(): name for tensor in plain}
+        self.communicated |= {tensor.data_ptr(): name for tensor in tensors if has_storage(tensor)}
         self.written |= dict.fromkeys(map(address_if_any, results), _line(frame))  # some are arguments
         self.pending |= {address_if_any(tensor): (tensor, _line(frame)) for tensor in results}
 

@@ -14,7 +14,7 @@ import sys
 from abc import get_cache_token
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from operator import is_
@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.random import fork_rng
 
 from thunder_cg.compat.cuda import hidden_capture, is_of_capture
+from thunder_cg.compat.distributed import ProcessGroup
 from thunder_cg.compat.torch import (
     Settings,
     has_storage,
@@ -194,6 +195,7 @@ class StepRecording(RecordingUse):
     last_call: int = 0  # of the step that used it
     without_graphs: int = 0  # what a call in Python has allocated at a time, at least
     collectives: Collectives | None = None  # that it holds
+    communicates: Mapping[ProcessGroup, Sequence[str]] = field(default_factory=dict)  # the names of these, in order
     before: tuple[Snapshot, GradientsBefore] | None = None  # the capture, until the first replay
 
     def arenas(self) -> list[Arena]:
@@ -572,6 +574,7 @@ class StepCapture:
             gradient_nbytes=nbytes(g for g in tensors if g is not None and _is_in(g, pool)),
             only_once=missing,
             carried=body.carried,
+            communicates=self.calls.groups,
             settings=[
                 *((get, get()) for get in (kernels, get_cache_token)),
                 *settings_in(self.calls.of_torch, self.calls.getters),
