@@ -376,4 +376,5 @@ def install() -> None:
     for function in (*_INSTEAD, *_UNTRACED):
         compat.trace_as(function, partial(_is_not_traced, function))
     compat.run_without_gradients()
+    compat.pad_shards_with_zeros()
     compat.trace_as(distributed.wrap_functional, lambda tensor: tensor)  # into a tensor that waits when it is used

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -48,9 +49,9 @@ def test_what_a_capture_is_told_of_collectives(group: dist.ProcessGroup) -> None
         given = args[0][0] if isinstance(args[0], list) else args[0]
         seen.append((method, distributed.is_torchs_own(frame), frame.f_locals["group"] is group, given is x))
 
-    def note(frame: FrameType, event: str, called: object) -> None:
-        if event == "call" and (found := distributed.uncapturable(frame)) is not None:
-            seen.append(found[0])
+    def note(frame: FrameType, event: str, called: Any) -> None:
+        if event == "return" and (found := distributed.functional_call(frame)) is not None:
+            seen.append((*found[:2], found[2][0].shape == (2,), called.shape == (2,)))
 
     before = distributed.progress(group)["cpu"]
     works: list[object] = []
@@ -71,7 +72,7 @@ def test_what_a_capture_is_told_of_collectives(group: dist.ProcessGroup) -> None
     sys.setprofile(note)
     functional.wait_tensor(functional.all_reduce(x, "sum", group))
     sys.setprofile(None)
-    assert seen[2].startswith("it calls _c10d_functional.all_reduce")
+    assert seen[2] == ("all_reduce", group, True, True) and seen[-1] == ("wait_tensor", None, True, True)
     assert distributed.progress(group)["cpu"] == before + 4 and distributed.groups() == [group]
     assert distributed.default_group() is not None and distributed.default_group()() is group
 
@@ -111,7 +112,7 @@ def test_a_collective_in_a_dispatch_mode(group: dist.ProcessGroup) -> None:
             if func.namespace != "c10d":
                 return func(*args, **(kwargs or {}))
             seen.append(func)
-            return distributed.begun(func, args)
+            return distributed.begun(func, args, kwargs or {})
 
     tensor, out = torch.ones(2), torch.zeros(2)
     with Records():
@@ -123,10 +124,9 @@ def test_a_collective_in_a_dispatch_mode(group: dist.ProcessGroup) -> None:
 
     class Waits(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            output = func(*args, **(kwargs or {}))
-            if func.namespace == "c10d":
-                distributed.wait(output)
-            return output
+            if distributed.communicates(func):
+                return distributed.run(func, args, kwargs or {})
+            return func(*args, **(kwargs or {}))
 
     with Waits():
         dist.all_gather_into_tensor(out, tensor, async_op=True)

@@ -12,6 +12,7 @@ import thunder
 import torch
 from torch import nn
 
+from thunder_cg import cudagraph_transform
 from thunder_cg.compat import thunder as compat
 
 
@@ -82,6 +83,19 @@ def test_a_function_that_thunder_built_is_freed_without_the_collector() -> None:
         assert reference() is None
     finally:
         gc.enable()
+
+
+def test_uneven_shards_are_padded_with_zeros() -> None:
+    """Thunder leaves what it has allocated, which is NaN here. Once it does not, `pad_shards_with_zeros` can go."""
+    cudagraph_transform()
+    torch.use_deterministic_algorithms(True)  # which fills new memory
+    try:
+        shard = thunder.distributed._shard_tensor
+        for ours, pads in ((shard.__wrapped__, torch.isnan), (shard, lambda tensor: tensor == 0)):
+            shards = [ours(torch.ones(5, 2), rank, 4, "weight", allow_padding_for_fsdp=True)[0] for rank in range(4)]
+            assert torch.cat(shards)[:5].eq(1).all() and pads(torch.cat(shards)[5:]).all()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_options_that_thunder_asks_for_are_known():

@@ -20,8 +20,8 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -33,10 +33,10 @@ from torch import distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from thunder_cg import graphed_step
+from thunder_cg import explain, graphed_step
 from thunder_cg.runtime import agreement
 
 nightly = pytest.mark.nightly
@@ -90,6 +90,29 @@ def step_of_own(model: Any, group: Any = None) -> Callable[..., Any]:
 def state_of(model: Any) -> list[torch.Tensor]:
     tensors = [t for p in model.parameters() for t in (p, p.grad)]
     return [(t.to_local() if isinstance(t, DTensor) else t).detach().clone() for t in tensors]
+
+
+def with_and_without(
+    make: Callable[[Any], Callable[..., Any]], steps: int, around: Callable[[int], Any] = nullcontext
+) -> tuple[int, Any]:
+    """How many losses, batches, parameters and gradients of so many steps differ with graphs; and the step with graphs.
+
+    Args:
+        make: makes the step of a model.
+        around: is entered around each step.
+    """
+    import parallel
+
+    found: list[list[torch.Tensor]] = []
+    for wrap in (lambda step: step, graphed):
+        model = parallel.model()
+        step = wrap(make(model))
+        found.append([])
+        for i in range(steps):
+            tokens = parallel.tokens(i)
+            with around(i):
+                found[-1] += [step(tokens).clone(), tokens, *state_of(model)]
+    return parallel.differing(*found), step
 
 
 # Each kind of parallelism
@@ -269,19 +292,17 @@ def test_ranks_agree_at_captures_only(ranks: Ranks) -> None:
 
 def beside_a_thread() -> tuple[int, int, dict[str, int]]:
     """Trains without and with graphs, while another thread communicates in another group, as a checkpoint may do."""
-    import parallel
+    other = dist.new_group(backend="gloo")
 
-    other, found = dist.new_group(backend="gloo"), []
-    for wrap in (lambda step: step, graphed):
-        model = parallel.model()
-        step, values = wrap(step_of_own(model)), []
-        for i in range(8):
-            thread = threading.Thread(target=_communicate, args=(other, 100 if i == 1 else 0))
-            thread.start()
-            values += [step(parallel.tokens(i)).clone(), *state_of(model)]
-            thread.join()
-        found.append(values)
-    return parallel.differing(*found), step.replays, dict(step.in_python)
+    @contextmanager
+    def around(i: int) -> Iterator[None]:
+        thread = threading.Thread(target=_communicate, args=(other, 100 if i == 1 else 0))
+        thread.start()
+        yield
+        thread.join()
+
+    differing, step = with_and_without(step_of_own, 8, around)
+    return differing, step.replays, dict(step.in_python)
 
 
 def _communicate(group: Any, times: int) -> None:
@@ -303,26 +324,72 @@ def in_groups_of_their_own() -> tuple[int, int, dict[str, int]]:
     import parallel
 
     own = [dist.new_group([rank]) for rank in range(dist.get_world_size())][parallel.RANK()]
-    found = []
-    for wrap in (lambda step: step, graphed):
-        model = parallel.model()
+
+    def make(model: Any) -> Callable[..., Any]:
         inner = step_of_own(model)
 
-        def fn(tokens, inner=inner):
+        def step(tokens):
             loss = inner(tokens)
             for _ in range(1 + dist.get_rank()):
                 dist.all_reduce(loss, group=own)
             return loss
 
-        step = wrap(fn)
-        found.append([t for i in range(6) for t in (step(parallel.tokens(i)).clone(), *state_of(model))])
-    return parallel.differing(*found), step.replays, dict(step.in_python)
+        return step
+
+    differing, step = with_and_without(make, 6)
+    return differing, step.replays, dict(step.in_python)
 
 
 def test_ranks_with_other_groups(ranks: Ranks) -> None:
     """The ranks of a group agree on what happens in that group, whatever each does in others."""
     for differing, replays, in_python in ranks.run(in_groups_of_their_own):
-        assert not differing and replays == 2, in_python
+        assert not differing and replays == 3, in_python
+
+
+# Functional collectives, and those of DTensors that the step makes
+
+
+def reduce_functionally(gradients: list[torch.Tensor], mesh: Any) -> None:
+    """Waited for late, in place, of each other, of several tensors, and by a DTensor."""
+    sums = [functional.all_reduce(each, "sum", mesh) for each in gradients[:2]]
+    functional.wait_tensor(torch.ops._c10d_functional.all_reduce_(gradients[2], "sum", mesh.get_group().group_name))
+    both = functional.all_gather_tensor(functional.broadcast(gradients[3], 1, mesh), 0, mesh)
+    gradients[3].copy_(functional.reduce_scatter_tensor(both, "sum", 0, mesh))
+    sums += functional.all_reduce_coalesced(gradients[4:6], "sum", mesh)
+    for gradient, total in zip(gradients[:2] + gradients[4:], sums):
+        gradient.copy_(total)
+    parts = DTensor.from_local(gradients[6], mesh, [Partial()], run_check=False)
+    gradients[6].copy_((parts * 2).redistribute(mesh, [Replicate()]).to_local())
+
+
+def functionally() -> tuple[int, int, str]:
+    import parallel
+
+    mesh = init_device_mesh(parallel.device().type, (dist.get_world_size(),))
+
+    def make(model: Any) -> Callable[..., Any]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(tokens):
+            optimizer.zero_grad()
+            loss = functional.all_reduce(model(tokens), "sum", mesh).square().mean()  # which has a gradient
+            loss.backward()
+            reduce_functionally([p.grad for p in model.parameters()], mesh)
+            optimizer.step()
+            return loss.detach()
+
+        return step
+
+    differing, step = with_and_without(make, 6)
+    return differing, step.replays, str(explain(step))
+
+
+def test_functional_collectives(ranks: Ranks) -> None:
+    for differing, replays, text in ranks.run(functionally):
+        assert not differing and replays >= 3, text
+        assert re.search(r"Graph 0: \d+ .*; 5 all_reduce, .*1 broadcast.* in the group default_pg of 2 ranks", text), (
+            text
+        )
 
 
 # Groups that go
@@ -354,18 +421,8 @@ def test_a_group_that_is_destroyed(ranks: Ranks) -> None:
 
 
 def refused(what: str) -> tuple[int, int, list[str]]:
-    import parallel
-
-    found: list[list[torch.Tensor]] = []
-    for wrap in (lambda step: step, graphed):
-        model = parallel.model()
-        step = wrap(STEPS[what](model, dist.group.WORLD))
-        values = []
-        for i in range(5):
-            tokens = parallel.tokens(i)
-            values += [step(tokens).clone(), tokens, *state_of(model)]
-        found.append(values)
-    return parallel.differing(*found), step.captures, [reason for reason, count in step.in_python.items() if count > 1]
+    differing, step = with_and_without(lambda model: STEPS[what](model, dist.group.WORLD), 5)
+    return differing, step.captures, [reason for reason, count in step.in_python.items() if count > 1]
 
 
 def _with(communicate: Callable[..., Any]) -> Callable[..., Any]:
@@ -488,7 +545,7 @@ STEPS: dict[str, Callable[..., Any]] = {
     "objects": _with(lambda gradient, group: dist.broadcast_object_list([None], 0, group)),
     "a DTensor": _sharded,
     "point to point": _with(_send),
-    "functional": _with(lambda gradient, group: gradient.copy_(functional.all_reduce(gradient, "sum", group))),
+    "functional, not waited for": _with(lambda gradient, group: functional.all_reduce(gradient, "sum", group)),
     "barrier": _with(_wait_for_others),
     "not waited for": _with(_wait_for_another),
     "polled": _with(_poll),
@@ -509,7 +566,7 @@ REASONS = {
     "kept eager": r'was compiled with capture_collectives="never"; compile it without that option',
     "FullyShardedDataParallel": r"PyTorch's FSDP gives parameters other memory in .*; take thunder.distributed.fsdp",
     "fully_shard": r"PyTorch's FSDP gives parameters other memory in each step, .*; take thunder.distributed.fsdp",
-    "functional": r"it calls _c10d_functional.all_reduce, a functional collective.*; call that of torch.distributed",
+    "functional, not waited for": r"a collective is not waited for in the step, at .*; call wait\(\)",
     "point to point": r"it communicates from point to point \((send|recv)\), at .*; do that outside of the step",
     "objects": r"it communicates objects of Python \(broadcast_object_list\), at .*; do that outside of the step",
     "a DTensor": r"the step uses a DTensor, which is no plain tensor; take thunder.distributed",

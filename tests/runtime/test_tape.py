@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import types
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -113,6 +117,43 @@ def test_a_fusion_is_one_call(pool):
     x.fill_(2)
     graph.replay()
     assert y.tolist() == [7, 7] and seen == [None, None]
+
+
+class CompiledFxGraph:
+    """Stands for Inductor's: no dispatch mode sees what it computes."""
+
+    source_code = ""
+
+    def __call__(self, inputs):
+        return [torch.from_numpy(inputs.pop().numpy() * 3)]
+
+
+INDUCTOR = "torch._inductor.output_code"
+
+
+def test_what_inductor_has_compiled_is_one_call(pool, monkeypatch):
+    graph_class = type("Graph", (CompiledFxGraph,), {"__call__": CompiledFxGraph.__call__})
+    monkeypatch.setitem(sys.modules, INDUCTOR, types.SimpleNamespace(CompiledFxGraph=graph_class))
+    call = graph_class()
+    fusion = TapeBackend().fusion(lambda t: call([t])[0])
+    for each in (lambda t: call([t])[0], fusion):
+        x = torch.ones(2)
+        graph, (y,) = pool.capture(lambda t, f=each: [f(t) + 1], [x])
+        x.fill_(2)
+        graph.replay()
+        assert y.tolist() == [7, 7] and graph.counts() == {"op": 2}
+    assert call([x])[0].tolist() == [6, 6]
+    graph_class.source_code = "torch.ops._c10d_functional.all_reduce_.default(buf0)"
+    with pytest.raises(CaptureRefused, match="communicates"):
+        pool.capture(lambda t: call([t]), [x])
+
+
+def test_inductor_that_a_capture_loads(pool, monkeypatch):
+    """What it computed until then was not seen."""
+    monkeypatch.delitem(sys.modules, INDUCTOR, raising=False)
+    loads = partial(monkeypatch.setitem, sys.modules, INDUCTOR, types.SimpleNamespace(CompiledFxGraph=CompiledFxGraph))
+    with pytest.raises(CaptureRefused, match="Inductor was loaded"):
+        pool.capture(lambda t: [t * 2, loads()], [torch.ones(2)])
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,27 @@ def test_capturable_optimizers(step_twins, backend, name):
     assert step.captures == 1 and step.replays >= 26, why(step)
 
 
+@pytest.mark.nightly
+def test_what_inductor_compiles_is_in_the_graph(step_twins):
+    """No dispatch mode sees its kernels, so the tape is told of them."""
+    weigh = torch.compile(lambda y: torch.sin(y) * 2)
+
+    def make(model):
+        optimizer = sgd(model.parameters())
+
+        def step(x, y):
+            optimizer.zero_grad()
+            loss = cross_entropy(weigh(model(x)), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
+    step = step_twins.train(make, 8)
+    assert step.captures == 1 and step.replays >= 4, why(step)
+
+
 # ----------------------------------------------------------------------------------------------------------- gradients
 
 

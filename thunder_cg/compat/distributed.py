@@ -18,6 +18,7 @@ from torch.distributed._functional_collectives import _maybe_wrap_tensor as wrap
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _coalescing_manager, _get_process_group_store, _world
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
 
 __all__ = [
     "ProcessGroup",
@@ -28,7 +29,9 @@ __all__ = [
     "capture_problem",
     "coalesce",
     "coalescing",
+    "communicates",
     "default_group",
+    "functional_call",
     "functional_collectives",
     "group_named",
     "groups",
@@ -37,12 +40,12 @@ __all__ = [
     "is_torchs_own",
     "progress",
     "ranks",
+    "run",
     "setting_of_nccl",
     "store",
     "timeout",
     "told_of_collectives",
     "uncapturable",
-    "wait",
     "wait_tensor",
     "why_not_in_step",
     "wrap_functional",
@@ -188,9 +191,19 @@ def uncapturable(frame: FrameType, method: str | None = None) -> tuple[str, str]
     if frame.f_code in _OF_OBJECTS:
         problem = f"it communicates objects of Python ({frame.f_code.co_name})"
         return problem, "do that outside of the step, or communicate a tensor"
-    if frame.f_code in _CALLS_OF_OPERATORS and str(operator := frame.f_locals["self"]).startswith("_c10d_functional"):
-        return f"it calls {operator}, a functional collective", "call that of torch.distributed, or have it compiled"
     return None
+
+
+def functional_call(frame: FrameType) -> tuple[str, ProcessGroup | None, tuple[Any, ...]] | None:
+    """What a frame calls of the functional operators: its name, the group, None for a wait, and the arguments."""
+    if frame.f_code not in _CALLS_OF_OPERATORS:
+        return None
+    operator, args, kwargs = (frame.f_locals[name] for name in ("self", "args", "kwargs"))
+    if not (name := str(operator)).startswith("_c10d_functional"):
+        return None
+    values = (*args, *kwargs.values())
+    group = kwargs.get("group_name", next((value for value in reversed(args) if isinstance(value, str)), None))
+    return name.split(".")[1], None if group is None else group_named(group), values
 
 
 def why_not_in_step(module: torch.nn.Module) -> tuple[str, str] | None:
@@ -266,15 +279,33 @@ def _with_callback(method: Callable[..., Any], callback: Callable[[ProcessGroup]
     return called
 
 
-def begun(operator: Any, args: tuple[Any, ...]) -> Any:
-    """What ``operator`` of c10d returns in a dispatch mode, as if its work were done: its tensors, and the work."""
-    work = FakeWork().boxed()
-    return work if len(operator._schema.returns) == 1 else (args[0], work)
+def communicates(operator: Any) -> bool | None:
+    """Whether an operator, in a dispatch mode, communicates; None for one that is not of torch.distributed."""
+    if not operator.namespace.startswith("_c10d_functional"):
+        return True if operator.namespace == "c10d" else None
+    return any(argument.name == "group_name" for argument in operator._schema.arguments)
 
 
-def wait(output: Any) -> None:
-    """Waits for the work that an operator of c10d returned in a dispatch mode."""
+def begun(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operator that communicates returns in a dispatch mode, as if its work were done; zeros if it is new."""
+    if operator.namespace == "c10d":
+        work = FakeWork().boxed()
+        return work if len(operator._schema.returns) == 1 else (args[0], work)
+    if operator._schema.is_mutable:
+        return kwargs.get("out", args[0])
+    inputs = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), args)
+    device = next(leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)).device
+    made = operator._op(*inputs, **kwargs)  # a call of the operator itself would be told of
+    return pytree.tree_map_only(torch.Tensor, lambda t: torch.zeros_like(t, device=device), made)
+
+
+def run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls an operator that communicates, in a dispatch mode, and waits for it."""
+    output = operator(*args, **kwargs)
+    if operator.namespace != "c10d":
+        return pytree.tree_map_only(torch.Tensor, wait_tensor, output)
     Work.unbox(output[-1] if isinstance(output, tuple) else output).wait()
+    return output
 
 
 class _SharedWork:

@@ -63,8 +63,9 @@ from thunder.core.transform_common import Transform
 from thunder.core.transforms import augmented_forward_impls, backward_impls
 from thunder.core.update_aliases import insert_alias_updates
 from thunder.core.utils import get_computation_dtype
-from thunder.distributed import get_skip_data_parallel_grad_sync as skips_grad_sync
+from thunder.distributed import _shard_tensor, get_skip_data_parallel_grad_sync as skips_grad_sync
 from thunder.distributed.prims import DistributedReduceOps, PrimIDs as _Communication
+from thunder.distributed.transforms import fsdp_v2
 from thunder.executors.nvfuserex import nvfuserex
 from thunder.executors.passes import _transform_for_operator_executor_execution, del_last_used
 from thunder.executors.torch_autograd import connect_to_autograd
@@ -613,6 +614,21 @@ def run_without_gradients() -> None:
         if each not in _torch_executor.implmap:
             differentiated = partial(forward, augmented_forward_impls[each])
             _torch_executor.register_implementation(each, execution_transform=differentiated)
+
+
+def pad_shards_with_zeros() -> None:
+    """Has `fsdp` pad uneven shards with zeros: Thunder (0.2.6) leaves the memory as it is, and norms, weight decay and
+    checkpoints of parameters read it.
+    """
+    thunder.distributed._shard_tensor = fsdp_v2._shard_tensor = _padded_with_zeros
+
+
+@wraps(_shard_tensor)
+def _padded_with_zeros(param: torch.Tensor, rank: int, *args: Any, **options: Any) -> tuple[torch.Tensor, int | None]:
+    shard, padding = _shard_tensor(param, rank, *args, **options)
+    if padding:
+        shard[max(len(param) - rank * len(shard), 0) :] = 0
+    return shard, padding
 
 
 def register_function(

@@ -17,7 +17,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache, partial
+from functools import cache, partial, wraps
 from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -42,6 +42,7 @@ from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes as disable_dispatch_modes,
     is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
 )
 from torch.utils._pytree import (
     keystr,
@@ -71,6 +72,19 @@ def free_layouts() -> AbstractContextManager[None]:
     return config.patch(keep_output_stride=False)
 
 
+def call_compiled_through(call: Callable[[Callable[..., Any], Sequence[Any], str], Any]) -> bool:
+    """Has ``call`` called in the place of each graph that Inductor has compiled, with the graph, its arguments and its
+    source. Returns False if Inductor is not loaded, so that it has compiled none.
+    """
+    module: Any = sys.modules.get("torch._inductor.output_code")
+    if module is None:
+        return False
+    graph = module.CompiledFxGraph
+    if not hasattr(original := graph.__call__, "__wrapped__"):
+        graph.__call__ = wraps(original)(lambda self, inputs: call(partial(original, self), inputs, self.source_code))
+    return True
+
+
 def strides_of_results(function: Callable[..., Sequence[Any]], args: Sequence[Any]) -> list[Any]:
     """The strides of each tensor that the function returns for these arguments. Nothing is computed."""
     with disable_dispatch_modes(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -93,6 +107,7 @@ has_storage: Callable[[torch.Tensor], bool] = torch._C._has_storage
 
 # Whether the tensor holds others, which have the memory, such as a DTensor, also if it is a parameter.
 is_wrapper: Callable[[torch.Tensor], bool] = is_traceable_wrapper_subclass
+is_wrapper_type: Callable[[type], bool] = is_traceable_wrapper_subclass_type
 
 # As ``__torch_function__`` of a subclass of Tensor: PyTorch's functions take it for a plain tensor.
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl

@@ -42,7 +42,7 @@ def collectives(program: Program) -> tuple[CollectiveReport, ...]:
                 CollectiveReport(
                     name=op.name.removeprefix("torch_").removeprefix("collectives_").removesuffix("_prim_impl"),
                     nbytes=max(_bytes(ops, op.inputs), _bytes(ops, op.outputs)),
-                    group=_name(group),
+                    group=name_of(group),
                     ranks=group.size(),
                     captured=op.index in captured,
                     launch=launches[op.index],
@@ -66,7 +66,7 @@ def _launches(program: Program) -> dict[int, int]:
     return found
 
 
-def _name(group: ProcessGroup) -> str:
+def name_of(group: ProcessGroup) -> str:
     """As the user called it; else what torch calls it."""
     return group.group_name if group.group_desc in ("", "undefined") else group.group_desc
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from thunder_cg.compat.distributed import ProcessGroup
 from thunder_cg.report import files, html, schema, terminal, text
+from thunder_cg.report.collectives import name_of
 from thunder_cg.report.memory import MemoryReport
 from thunder_cg.report.units import count
 from thunder_cg.step import GraphedStep
@@ -30,6 +32,7 @@ class StepReport:
     memory: MemoryReport  # the ledger; its recordings are the graphs that are kept
     # What each of these graphs does: its kernels, memcpys and memsets; recorded ops on the tape; nothing if not known.
     nodes: tuple[Mapping[str, int], ...] = ()
+    collectives: tuple[tuple[str, ...], ...] = ()  # of each: how many of which kind, in which group, in words
     raised: int = 0  # calls whose replay raised an error
 
     @classmethod
@@ -37,7 +40,8 @@ class StepReport:
         in_python = dict(_merged(step.in_python).most_common())
         nodes = tuple(recording.graph.counts() for recording in step.recordings)
         counts = step.calls, step.replays, step.captures
-        return cls(step.name, *counts, in_python, MemoryReport.of_step(step), nodes, step.raised)
+        said = tuple(tuple(_collectives(recording.communicates)) for recording in step.recordings)
+        return cls(step.name, *counts, in_python, MemoryReport.of_step(step), nodes, said, step.raised)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as dicts, lists, strings, numbers and None, ready for `json.dumps`."""
@@ -65,8 +69,9 @@ class StepReport:
             yield "In Python, with the graphs of the compiled modules in it:"
             yield from (f"  {number:,} x {reason}" for reason, number in self.in_python.items())
         for number, kinds in enumerate(self.nodes):
-            if kinds:
-                yield f"Graph {number}: {', '.join(count(times, kind) for kind, times in kinds.items())}"
+            has = [", ".join(count(times, kind) for kind, times in kinds.items())] if kinds else []
+            if has := [*has, *(self.collectives[number] if self.collectives else ())]:
+                yield f"Graph {number}: {'; '.join(has)}"
         yield from text.memory(self.memory, of_step=True)
 
     def __str__(self) -> str:
@@ -76,6 +81,13 @@ class StepReport:
 
     def _repr_html_(self) -> str:
         return html.lines(self.lines())
+
+
+def _collectives(communicates: Mapping[ProcessGroup, Sequence[str]]) -> Iterator[str]:
+    """``"2 all_reduce, 1 broadcast in the group default_pg of 2 ranks"``."""
+    for group, names in communicates.items():
+        found = ", ".join(f"{number} {name}" for name, number in Counter(names).items())
+        yield f"{found} in the group {name_of(group)} of {count(group.size(), 'rank')}"
 
 
 def _merged(reasons: Mapping[str, int]) -> Counter[str]:

@@ -58,7 +58,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol
 
 from thunder_cg.compat import distributed
@@ -227,9 +227,7 @@ class Round:
     def _compare(self, group: ProcessGroup, number: _Number, stage: str, subject: str, patience: float) -> bool:
         """Whether all other ranks could replay; raises `RanksDiffer` unless they vote for ``subject``."""
         state, deadline, all_could = _states[group], time.monotonic() + patience, True
-        for index, rank in enumerate(distributed.ranks(group)):
-            if index == group.rank():
-                continue
+        for index, rank in _other_ranks(group):
             try:
                 vote = _vote(group, number, stage, index, deadline)
             except RuntimeError as error:
@@ -276,18 +274,21 @@ def _ask_for_meeting(group: ProcessGroup, state: _GroupState) -> None:
     store, call = distributed.store(group), (*state.place, state.calls)[0]
     with suppress(RuntimeError):
         key = _key_of_meeting(group, state)
-        if call >= state.next_request and not (store.check([key]) and int(store.get(key)) > call):
+        if call >= state.next_request and int(_get(store, key) or 0) <= call:
             begin = (call // _PERIOD + 2) * _PERIOD  # all ranks will have seen that by then
             store.set(key, str(begin))
             state.next_request, state.pause = begin + state.pause * _PERIOD, min(2 * state.pause, _MAX_PAUSE)
 
 
 def _look_for_meeting(group: ProcessGroup, state: _GroupState) -> None:
-    store = distributed.store(group)
     with suppress(RuntimeError):  # a store that is gone
-        key = _key_of_meeting(group, state)
-        if store.check([key]) and int(store.get(key)) == state.calls:
+        if _get(distributed.store(group), _key_of_meeting(group, state)) == str(state.calls):
             state.meeting = state.calls + _MEETING
+
+
+def _get(store: Store, key: str) -> str | None:
+    """None if nobody has put anything there, which a store would wait for."""
+    return store.get(key).decode() if store.check([key]) else None
 
 
 def _key_of_meeting(group: ProcessGroup, state: _GroupState) -> str:
@@ -323,6 +324,11 @@ def _with_others(groups: Sequence[ProcessGroup]) -> list[ProcessGroup]:
     return [group for group in groups if group.size() > 1]
 
 
+def _other_ranks(group: ProcessGroup) -> list[tuple[int, int]]:
+    """As the group and as the default group number them."""
+    return [(index, rank) for index, rank in enumerate(distributed.ranks(group)) if index != group.rank()]
+
+
 def _count(groups: Iterable[ProcessGroup], clock: _Clock | None) -> None:
     """Counts a call that communicates in the groups, and that meets others by this clock."""
     states = {group: _states[group] for group in groups}
@@ -333,24 +339,34 @@ def _count(groups: Iterable[ProcessGroup], clock: _Clock | None) -> None:
 
 
 def _vote(group: ProcessGroup, number: _Number, stage: str, rank: int, deadline: float) -> str | None:
-    """What another rank says; None if it says nothing in time.
-
-    The store is asked again and again, since one long wait would keep other threads, such as NCCL's watchdog, from it.
-    """
-    store, pause = distributed.store(group), 1e-4
+    """What another rank says; None if it says nothing in time."""
+    store = distributed.store(group)
     keys = [_key(group, number, each, rank) for each in ("", stage)]  # whoever has voted may decline a later call
-    while True:
-        said = [store.get(key).decode().split(" ", 1) for key in keys if store.check([key])]
+
+    def look() -> str | None:
+        said = [put.split(" ", 1) for key in keys if (put := _get(store, key)) is not None]
         calls = {tuple(map(int, text.split("."))): vote for text, vote in said if vote != _NOTHING}
-        if number in calls:
-            return calls[number]
-        if calls and (latest := max(calls)) > number:
+        if number not in calls and calls and (latest := max(calls)) > number:
             now = f"it is at call {_text(latest)} that communicates in the group, and this rank at {_text(number)}"
             return f"{_NO}{now}; call modules and steps on all ranks alike"
-        if time.monotonic() > deadline:
-            return None
+        return calls.get(number)
+
+    return _awaited(look, deadline)
+
+
+def _awaited(look: Callable[[], str | None], deadline: float, what: str = "") -> str | None:
+    """What ``look`` finds in a store in time, which is asked again and again; the log says ``what`` is waited for.
+
+    One long wait would keep other threads, such as NCCL's watchdog, from the store.
+    """
+    begin, pause, next_word = time.monotonic(), 1e-4, _SILENCE
+    while (found := look()) is None and (now := time.monotonic()) <= deadline:
+        if what and now - begin > next_word:
+            _logger.warning("%s for %.0f s now", what, now - begin)
+            next_word = 2 * (now - begin)
         time.sleep(pause)
         pause = min(2 * pause, 5e-3)
+    return found
 
 
 class Collectives:
@@ -448,30 +464,17 @@ class SameOptions:
         state.functions += 1
         key, limit = f"thunder_cg/{_generation(group)}/options/{state.functions}", distributed.timeout(group)
         store.set(f"{key}/{group.rank()}", json.dumps(self._options))
-        begin, problems = time.monotonic(), []
-        others = [(index, rank) for index, rank in enumerate(distributed.ranks(group)) if index != group.rank()]
-        for index, rank in others if self._waits else ():
-            if (said := _options_at(store, f"{key}/{index}", begin, limit, f"{label}: waits for rank {rank}")) is None:
+        deadline, problems = time.monotonic() + limit, []
+        for index, rank in _other_ranks(group) if self._waits else ():
+            what = f"{label}: waits for rank {rank}, which has to run it, compiled with the same options,"
+            if (put := _awaited(partial(_get, store, f"{key}/{index}"), deadline, what)) is None:
                 problem = "has run no function that was compiled with the transform and communicates"
                 problems.append(f"rank {rank} {problem}, in {limit:g} s")
             else:
+                said = json.loads(put)
                 differ = [name for name, value in self._options.items() if said.get(name) != value]
                 problems += [f"rank {rank} has {name}={said.get(name)}, not {self._options[name]}" for name in differ]
         return "; ".join(problems)
-
-
-def _options_at(store: Store, key: str, begin: float, limit: float, what: str) -> dict[str, str] | None:
-    """What a rank has put down; None if it is nothing until ``limit`` seconds after ``begin``."""
-    pause, next_word = 1e-4, _SILENCE
-    while not store.check([key]):
-        if (waited := time.monotonic() - begin) > limit:
-            return None
-        if waited > next_word:
-            _logger.warning("%s, which has to run it, compiled with the same options, for %.0f s now", what, waited)
-            next_word = 2 * waited
-        time.sleep(pause)
-        pause = min(2 * pause, 5e-3)
-    return dict(json.loads(store.get(key)))
 
 
 def keep_eager(groups: Sequence[ProcessGroup], program: object) -> None:

@@ -152,6 +152,8 @@ class _Reuse(compat.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(map(compat.is_wrapper_type, types)):  # they call operators with the tensors that they hold
+            return NotImplemented
         if torch.is_inference_mode_enabled():  # in other modes, PyTorch decomposes composite operators itself
             with compat.composite_sees_views(), self:
                 output = func.decompose(*args, **kwargs)
@@ -175,6 +177,7 @@ class _Tape(_Reuse):
         self._own: set[int] = set()  # addresses of the storages that the recorded calls allocated
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self.steps: list[_Step] = []
+        self.is_in_call = False  # whether a recorded call runs now, which what it calls is a part of
         self.may_draw = False  # whether a recorded call may have drawn random numbers
         self.refused: CaptureRefused | None = None  # ends the capture, as on a GPU, though somebody may catch it
 
@@ -196,8 +199,8 @@ class _Tape(_Reuse):
             raise
         if func.overloadpacket in _RESHAPES:
             return func(*args, **kwargs)
-        if func.namespace == "c10d":
-            return self._record_collective(func, args, kwargs)
+        if (communicates := distributed.communicates(func)) is not None:
+            return self._record_collective(func, args, kwargs) if communicates else func(*args, **kwargs)
         self.may_draw |= func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags
         writes = compat.is_mutable(func) or func.overloadpacket in _WRITERS
         return self._record(func, args, kwargs, writes=writes, grad=torch.is_grad_enabled())
@@ -206,6 +209,15 @@ class _Tape(_Reuse):
         self.may_draw = True
         with compat.disable_dispatch_modes():
             return self._record(fn, args, kwargs, writes=True, grad=False)
+
+    def record_compiled(self, graph: Callable[..., Any], inputs: Sequence[Any], source: str) -> Any:
+        """Records a graph that Inductor has compiled, such as one of `torch.compile` in a step."""
+        if "_c10d_functional" in source:  # it would communicate here, and nowhere else
+            self.refused = CaptureRefused(
+                "a graph that Inductor has compiled communicates, which is captured on GPUs only"
+            )
+            raise self.refused
+        return self.record_fusion(lambda *tensors: graph([*tensors]), (*inputs,), {})
 
     def _record(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, writes: bool, grad: bool
@@ -219,16 +231,13 @@ class _Tape(_Reuse):
         # Attention has other kernels if query and key are one object, and compiled fusions guard on requires_grad.
         recorded = {id(t): t.detach().requires_grad_(t.requires_grad) for t in inputs}
         recorded_args, recorded_kwargs = compat.tree_map_only(torch.Tensor, lambda t: recorded[id(t)], (args, kwargs))
-        output = fn(*args, **kwargs)
+        self.is_in_call = True
+        try:
+            output = fn(*args, **kwargs)
+        finally:
+            self.is_in_call = False
         _poison(self._free)
-        addresses = {address(t) for t in inputs}
-        results = []
-        for leaf, tensor in enumerate(compat.tree_leaves(output)):
-            if isinstance(tensor, torch.Tensor):
-                self._check(tensor)
-                if not compat.is_zero_tensor(tensor) and address(tensor) not in addresses:
-                    self._own.add(address(tensor))
-                    results.append((leaf, tensor.detach()))
+        results = self._results(output, inputs)
         if results or writes:  # a call without writes and new results made a view, which stays valid
             self.steps.append(_RecordedCall(fn, recorded_args, recorded_kwargs, results, grad))
         return output
@@ -236,12 +245,25 @@ class _Tape(_Reuse):
     def _record_collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Records a collective without running it: other ranks may run none now. A replay waits for it at once."""
 
-        def run(*args: Any, **kwargs: Any) -> None:
-            distributed.wait(func(*args, **kwargs))
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return distributed.run(func, args, kwargs)
 
         recorded_args, recorded_kwargs = compat.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
-        self.steps.append(_RecordedCall(run, recorded_args, recorded_kwargs, []))
-        return distributed.begun(func, args)
+        output = distributed.begun(func, args, kwargs)
+        results = self._results(output, compat.tensors_in((args, kwargs)))
+        self.steps.append(_RecordedCall(run, recorded_args, recorded_kwargs, results))
+        return output
+
+    def _results(self, output: Any, inputs: Tensors) -> list[tuple[int, torch.Tensor]]:
+        """The new tensors of an output, with the leaf where each is."""
+        addresses, results = {address(t) for t in inputs}, []
+        for leaf, tensor in enumerate(compat.tree_leaves(output)):
+            if isinstance(tensor, torch.Tensor):
+                self._check(tensor)
+                if not compat.is_zero_tensor(tensor) and address(tensor) not in addresses:
+                    self._own.add(address(tensor))
+                    results.append((leaf, tensor.detach()))
+        return results
 
     def _refuse(self, func: Any, args: Any, kwargs: Any) -> None:
         packet = func.overloadpacket
@@ -254,8 +276,6 @@ class _Tape(_Reuse):
             bad = bad and not (packet is _aten.histc and len(args) == 4 and args[2] != args[3])  # the range is given
             # ``x[0] = 1.0`` lifts the number, which is a fill on a GPU. A list of numbers is a copy from the host.
             bad = bad and not (packet is _aten.lift_fresh and (args[0].dim() == 0 or args[0].numel() == 0))
-        if func.namespace.startswith("_c10d_functional"):  # it would run here, and nowhere else
-            raise CaptureRefused(f"{func} is a functional collective, whose result nobody has yet")
         if bad:
             raise CaptureRefused(f"{func} makes the host wait for data, which a graph cannot hold")
         for leaf in compat.tree_leaves((args, kwargs)):
@@ -275,6 +295,11 @@ class _Tape(_Reuse):
         for storage, image in self._before.values():
             storage.copy_(image)
         self._before.clear()
+
+
+def _call_compiled(graph: Callable[..., Any], inputs: Sequence[Any], source: str) -> Any:
+    tape = getattr(_active, "tape", None)
+    return graph(inputs) if tape is None or tape.is_in_call else tape.record_compiled(graph, inputs, source)
 
 
 def _is_called_from_file() -> bool:
@@ -429,12 +454,15 @@ class TapePool:
         tape = _Tape(self._device, free := tuple(self._free))
         self._note_given(args)
         generator = torch.get_rng_state()
+        sees_inductor = compat.call_compiled_through(_call_compiled)
         _active.tape, collects = tape, gc.isenabled()
         gc.disable()  # as on a GPU: what it calls is no part of what is captured
         try:
             copier = EarlyCopier(self._device, tape.copy_early, 0)
             with tape:
                 outputs = fn(*args) if copied_out is None else copier.finish(fn(*args, copier))
+            if compat.call_compiled_through(_call_compiled) and not sees_inductor:
+                raise CaptureRefused("Inductor was loaded in the capture, so what it has compiled was not seen")
             if tape.refused is not None:
                 raise tape.refused
         finally:

@@ -12,6 +12,7 @@ Note [Collectives in a step]
     C++: a capture that fails would leave it in the middle of a backward. Nor is a collective that nobody waits for. In
     Python, PyTorch keeps its memory until it is done; in a graph, later kernels would get it. NCCL's kernels may find
     the addresses of tensors in memory and not among their arguments, so those that collectives get are noted.
+    Functional ones, DTensor's among them, are waited for by their results.
 """
 
 from __future__ import annotations
@@ -40,11 +41,18 @@ from typing import Any, NamedTuple
 import torch
 
 from thunder_cg.compat.cuda import is_current_stream_capturing
-from thunder_cg.compat.distributed import ProcessGroup, Work, is_torchs_own, told_of_collectives, uncapturable
+from thunder_cg.compat.distributed import (
+    ProcessGroup,
+    Work,
+    functional_call,
+    is_torchs_own,
+    told_of_collectives,
+    uncapturable,
+)
 from thunder_cg.compat.lines import getframe
 from thunder_cg.compat.torch import code_before_dynamo, has_storage, is_restored_by_dynamo, tensors_in, variables_of
 from thunder_cg.errors import CaptureLater, CaptureRefused
-from thunder_cg.runtime.tensors import address_if_any
+from thunder_cg.runtime.tensors import address_if_any, is_plain
 from thunder_cg.step.attributes import unwatched
 from thunder_cg.step.heap import known_functions
 from thunder_cg.step.reads import MISSING, Called, content_of_cell, is_constant, is_installed
@@ -94,7 +102,7 @@ class Calls:
         found: each function, and what it is bound to, once they were looked for.
         objection: something that runs and that no replay would do, in words; None if nothing does.
         groups: that they communicate in, each with the names of its collectives, in order.
-        pending: those that nobody has waited for yet, by identity, and where they are called.
+        pending: those that nobody has waited for yet, by identity or by where a result is, and where they are called.
         communicated: addresses of tensors that they got, with their names. NCCL's kernels may find them in memory.
         written: addresses of storages that they write to, and where they are called. No version counts such a write.
         looks_up_unseen: whether something ran that looks attributes up in another way than Python's: what Dynamo has
@@ -128,7 +136,7 @@ class Calls:
     def forget_collectives(self) -> None:
         """Before a capture, which may be the second one of a call."""
         self.groups: dict[ProcessGroup, list[str]] = {}
-        self.pending: dict[int, tuple[Work, str]] = {}
+        self.pending: dict[int, tuple[Work | torch.Tensor, str]] = {}
         self.communicated: dict[int, str] = {}
         self.written: dict[int, str] = {}
 
@@ -168,6 +176,8 @@ class Calls:
                 self._refuse_uncompared(frame, "import_module")
             elif code not in self._foreign:
                 self._note_function(frame, code_before_dynamo(code))
+        elif event == "return" and (found := functional_call(frame)) is not None:
+            self._note_functional(frame, *found, tensors_in(called))
         elif event == "c_call" and called is is_current_stream_capturing:
             self._note_question(frame)
         elif event == "c_call" and called.__name__ in _READS_OF_TENSORS and self._is_of_graph(called.__self__):
@@ -226,14 +236,34 @@ class Calls:
         if threading.get_ident() != self._thread:
             return
         self._object_to(frame, method)
-        values = frame.f_locals
-        if is_torchs_own(frame) and isinstance(group := values.get("group"), ProcessGroup):
-            self.groups.setdefault(group, []).append(method)
+        name = frame.f_code.co_name
+        if is_torchs_own(frame) and isinstance(group := frame.f_locals.get("group"), ProcessGroup):
+            self.groups.setdefault(group, []).append(name)
         else:
             problem = f"it calls a method of a process group itself{_line(frame)}"
             self.objection = self.objection or f"{problem}; call the function of torch.distributed"
-        self.communicated |= {tensor.data_ptr(): method for tensor in tensors_in(args) if has_storage(tensor)}
+        self.communicated |= {tensor.data_ptr(): name for tensor in tensors_in(args) if has_storage(tensor)}
         self.written |= dict.fromkeys(map(address_if_any, tensors_in(args[:1])), _line(frame))  # its first argument
+
+    def _note_functional(
+        self,
+        frame: types.FrameType,
+        name: str,
+        group: ProcessGroup | None,
+        args: tuple[Any, ...],
+        results: list[torch.Tensor],
+    ) -> None:
+        """Notes a functional collective, which is waited for by its results, or a wait."""
+        if not all(map(is_plain, tensors := tensors_in(args))):  # a wrapper, which calls it again with what it holds
+            return
+        if group is None:
+            for tensor in tensors if name == "wait_tensor" else ():
+                self.pending.pop(address_if_any(tensor), None)
+            return
+        self.groups.setdefault(group, []).append(name)
+        self.communicated |= {tensor.data_ptr(): name for tensor in tensors if has_storage(tensor)}
+        self.written |= dict.fromkeys(map(address_if_any, results), _line(frame))  # some are arguments
+        self.pending |= {address_if_any(tensor): (tensor, _line(frame)) for tensor in results}
 
     def _is_of_graph(self, value: Any) -> bool:
         """Whether a value is a tensor on the device, which is the host itself for a tape."""

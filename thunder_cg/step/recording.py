@@ -14,7 +14,7 @@ import sys
 from abc import get_cache_token
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from operator import is_
@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.random import fork_rng
 
 from thunder_cg.compat.cuda import hidden_capture, is_of_capture
+from thunder_cg.compat.distributed import ProcessGroup
 from thunder_cg.compat.torch import (
     Settings,
     has_storage,
@@ -194,6 +195,7 @@ class StepRecording(RecordingUse):
     last_call: int = 0  # of the step that used it
     without_graphs: int = 0  # what a call in Python has allocated at a time, at least
     collectives: Collectives | None = None  # that it holds
+    communicates: Mapping[ProcessGroup, Sequence[str]] = field(default_factory=dict)  # the names of these, in order
     before: tuple[Snapshot, GradientsBefore] | None = None  # the capture, until the first replay
 
     def arenas(self) -> list[Arena]:
@@ -496,7 +498,7 @@ class StepCapture:
         state = self.state
         self.calls.forget_collectives()
         state.guard_tensors(self.batch.tensors)
-        _refuse_sparse_gradients(state)
+        _refuse_gradients(state)
         # A step that sets a generator sets it in the capture, too. Draws in a capture move no generator of CUDA.
         with GraphGradient.recounted(), fork_rng([state.device], enabled=state.device.type != "cpu"):
             to = None if self.others else self.arena.pool(state.device)
@@ -536,7 +538,7 @@ class StepCapture:
         outside = states_outside(state.device)
         targets = [each.target for each in copied]
         graph = pool.capture(partial(body.run, self.backend), [], targets, partial(body.copied_out, pool))[0]
-        _refuse_sparse_gradients(state)
+        _refuse_gradients(state)
         outputs = body.outputs
         assert outputs is not None
         outputs.disown()
@@ -572,6 +574,7 @@ class StepCapture:
             gradient_nbytes=nbytes(g for g in tensors if g is not None and _is_in(g, pool)),
             only_once=missing,
             carried=body.carried,
+            communicates=self.calls.groups,
             settings=[
                 *((get, get()) for get in (kernels, get_cache_token)),
                 *settings_in(self.calls.of_torch, self.calls.getters),
@@ -648,9 +651,13 @@ def _extend(get: Callable[[], Any], items: list[Any]) -> None:
     get().extend(items)
 
 
-def _refuse_sparse_gradients(state: StepState) -> None:
+def _refuse_gradients(state: StepState) -> None:
+    """`CaptureRefused` if one is sparse, or no plain tensor."""
     for parameter in state.parameters:
-        if (gradient := parameter.grad) is not None and not has_storage(gradient):
+        if not is_plain(gradient := parameter.grad):
+            problem = f"a gradient is a {type(gradient).__name__}, not a plain tensor"
+            raise CaptureRefused(f"{problem}; put a plain one there")
+        if gradient is not None and not has_storage(gradient):
             problem = f"a gradient is a tensor with the layout {gradient.layout}, which has no address"
             raise CaptureRefused(f"{problem}; make its module with sparse=False")
 
