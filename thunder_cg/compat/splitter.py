@@ -71,13 +71,19 @@ def example(value: Any) -> Any:
     return map_arg(value, lambda node: node.meta.get("example_value"))
 
 
-def on_examples(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def on_examples(function: Callable[..., Any], args: Any, kwargs: Any, *, inside: Any = None) -> Any:
     """What a function returns for fake tensors. Tensors that it makes itself are fake, too.
 
-    As in Dynamo, PyTorch's operators that are made of others do that in Python, where sizes may be symbols.
+    Where a size is a symbol, an operator that is made of others does that in Python, as under Dynamo.
+
+    Args:
+        inside: a dispatch mode, which sees what the function calls.
     """
-    modes = (leaf.fake_mode for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor))
-    with next(modes, nullcontext()), enable_python_dispatcher():
+    leaves = tree_leaves((args, kwargs))
+    modes = (leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor))
+    sized = [leaf for leaf in leaves if isinstance(leaf, (torch.Tensor, torch.SymInt, torch.SymFloat))]
+    in_python = enable_python_dispatcher if any(map(free_symbols, sized)) else nullcontext
+    with next(modes, nullcontext()), in_python(), inside or nullcontext():
         return function(*args, **kwargs)
 
 
@@ -96,17 +102,17 @@ class _Calls(TorchDispatchMode):
 def depends_on_autocast(node: Node, function: Callable[..., Any]) -> bool:
     """Whether the autocast that a node is inside of casts what the function that it calls gets, or what is inside."""
     args, kwargs, casts = example(node.args), example(node.kwargs), [*_autocasts_at(node)]
-    with ExitStack() as stack, _Calls() as calls:
+    calls, without = _Calls(), _Calls()
+    with ExitStack() as stack:
         for kind, dtype, enabled in casts:
             stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
-        on_examples(function, args, kwargs)
+        on_examples(function, args, kwargs, inside=calls)
     if not casts:
         return False
-    with _Calls() as without:
-        try:
-            on_examples(no_autocast(function), args, kwargs)
-        except RuntimeError:  # of two dtypes
-            return True
+    try:
+        on_examples(no_autocast(function), args, kwargs, inside=without)
+    except RuntimeError:  # of two dtypes
+        return True
     return calls.names != without.names
 
 
