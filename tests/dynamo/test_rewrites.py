@@ -150,6 +150,20 @@ def test_a_scale_that_depends_on_sizes(backend, device):
     assert not explain(graphed).outside
 
 
+def test_tensors_of_numbers(backend, device):
+    """As torchvision's detection normalizes images: Inductor would get `as_tensor`."""
+
+    def fn(x):
+        mean = torch.as_tensor([0.5, 0.25], dtype=x.dtype, device=x.device)
+        return (x - mean) / torch.as_tensor([2.0, 2.0], device=x.device) * torch.as_tensor(3)
+
+    graphed = thunderfx(fn, backend=backend)
+    for _ in range(3):
+        x = torch.randn(4, 2, device=device)
+        near(graphed(x), fn(x), 0.0)
+    assert not explain(graphed).outside and [r["replays"] for r in regions(graphed)] == [2]
+
+
 def test_arguments_that_pytorch_itself_calls_axis(backend, device):
     scale, zero = torch.rand(8, device=device) + 0.1, torch.zeros(8, dtype=torch.int32, device=device)
     lengths = torch.tensor([3, 1], device=device)

@@ -140,8 +140,8 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
             _write_out(node)
         elif node.target in _OF_NUMBERS and isinstance(_value(node), (int, float, torch.SymInt, torch.SymFloat)):
             node.target = _OF_NUMBERS[node.target]
-        elif node.target is torch.tensor:
-            _fill_with_number(node)
+        elif node.target in (torch.tensor, torch.as_tensor):
+            _make_of_numbers(node)
         elif node.target in LIKE:
             make_as_laid_out(node)
         elif node.target in ("norm", torch.norm):
@@ -591,10 +591,15 @@ def _detach_data(graph: Graph) -> None:
             graph.erase_node(node)
 
 
-def _fill_with_number(node: Node) -> None:
-    """``torch.tensor([-1])`` is ``torch.full((1,), -1)``, which copies nothing from the host."""
+def _make_of_numbers(node: Node) -> None:
+    """``torch.as_tensor([2, 3])`` is ``torch.tensor([2, 3])``, which Thunder has, as new memory either way.
+
+    ``torch.tensor([-1])`` is ``torch.full((1,), -1)``, which copies nothing from the host.
+    """
     result = _value(node)
     numbers = [(type(leaf), repr(leaf), leaf) for leaf in tree_leaves(node.args)]
+    if len(node.args) == 1 and all(isinstance(leaf, (int, float)) for *_, leaf in numbers):
+        node.target = torch.tensor
     fits = {int: (torch.int32, torch.int64), float: (torch.float32, torch.float64), bool: (torch.bool,)}
     if not isinstance(result, torch.Tensor) or len({each[:2] for each in numbers}) != 1:
         return
