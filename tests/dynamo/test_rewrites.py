@@ -114,6 +114,70 @@ def test_what_thunder_cannot_differentiate_of_floats_without_a_gradient(backend,
     assert one_region_each_way(trains_alike(model, lambda: torch.randn(4, 8, device=device), backend))
 
 
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda y: y + (y.round(decimals=1) - y).detach() + torch.trunc(y),  # as quantization in training has it
+        lambda y: y.flip(0, -1) + torch.flip(y, (0,)),
+        lambda y: torch.minimum(y, y * 2) + torch.lerp(y, y * 3, 0.25) + y % 0.7,
+        lambda y: torch.hstack([y, y * 2]) + torch.vstack((y, y)).view(4, -1) + torch.dstack([y, y]).flatten(1),
+        lambda y: _summed_cell(y),
+    ],
+    ids=["round", "flip", "pointwise", "stacks", "lstm_cell"],
+)
+def test_what_thunder_cannot_differentiate(backend, device, fn):
+    model = Around(fn).to(device)
+    graphed = trains_alike(model, lambda: torch.randn(4, 8, device=device), backend, 1e-6)
+    assert one_region_each_way(graphed)
+
+
+def _summed_cell(y):
+    weight = y.repeat(8, 1) * 0.1
+    return sum(torch.lstm_cell(y, (y * 2, y.sin()), weight, weight, weight[:, 0], weight[:, 0]))
+
+
+def test_a_scale_that_depends_on_sizes(backend, device):
+    """As torchvision's detection resizes images of several sizes."""
+
+    def resized(image):
+        scale = min(16.0 / min(image.shape[-2:]), 20.0 / max(image.shape[-2:]))
+        return F.interpolate(image[None], scale_factor=scale, mode="bilinear", recompute_scale_factor=True) * 2
+
+    graphed = thunderfx(resized, backend=backend)
+    for height in (8, 9, 10, 9):
+        image = torch.randn(3, height, 12, device=device)
+        near(graphed(image), resized(image), 0.0)
+    assert not explain(graphed).outside
+
+
+def test_tensors_of_numbers(backend, device):
+    """As torchvision's detection normalizes images: Inductor would get `as_tensor`."""
+
+    def fn(x):
+        mean = torch.as_tensor([0.5, 0.25], dtype=x.dtype, device=x.device)
+        return (x - mean) / torch.as_tensor([2.0, 2.0], device=x.device) * torch.as_tensor(3)
+
+    graphed = thunderfx(fn, backend=backend)
+    for _ in range(3):
+        x = torch.randn(4, 2, device=device)
+        near(graphed(x), fn(x), 0.0)
+    assert not explain(graphed).outside and [r["replays"] for r in regions(graphed)] == [2]
+
+
+def test_arguments_that_pytorch_itself_calls_axis(backend, device):
+    scale, zero = torch.rand(8, device=device) + 0.1, torch.zeros(8, dtype=torch.int32, device=device)
+    lengths = torch.tensor([3, 1], device=device)
+
+    def fn(x):
+        quantized = torch.fake_quantize_per_channel_affine(x, scale, zero, axis=1, quant_min=-8, quant_max=7)
+        return torch.segment_reduce(quantized, "max", lengths=lengths, axis=0) * 2
+
+    graphed = thunderfx(fn, backend=backend)
+    for _ in range(3):
+        x = torch.randn(4, 8, device=device)
+        near(graphed(x), fn(x), 0.0)
+
+
 @torch.no_grad
 def _finite_and_smallest(y):
     return y.isfinite(), y.argmin(-1, keepdim=True)

@@ -368,7 +368,7 @@ def test_options_reach_whom_they_are_for(backend, device):
 @pytest.mark.parametrize(
     ("fn", "reason"),
     [
-        (lambda x: torch.hstack([x, x * 2]), "a list of tensors, whose gradients"),
+        (lambda x: torch.column_stack([x, x * 2]), "a list of tensors, whose gradients"),
         (lambda x: torch.nn.functional.dropout1d(x[None])[0], "would draw again in its backward"),
         (lambda x: torch.norm(x, "nuc"), "gets other gradients"),
         (lambda x: x / torch.dot(x[0], x[1]), "gradient Thunder does not sum"),  # as spectral_norm divides a weight
@@ -424,13 +424,20 @@ def test_no_grad_that_begins_and_ends_in_different_parts():
     assert all(program.replays == 2 for program in programs(graphed) if program.regions)
 
 
+def _cell(bias, x, w):
+    """Its results are float32, also where it computes in bfloat16."""
+    return torch.lstm_cell(x, (x, x), w, w, bias, bias)[0]
+
+
+@pytest.mark.parametrize("operator", [torch.addmm, _cell], ids=["addmm", "lstm_cell"])
 @pytest.mark.parametrize("inside", [True, False])
-def test_autocast(inside):
+def test_autocast(inside, operator):
     def fn(b, x, w):
         with torch.autocast("cpu", torch.bfloat16, enabled=inside):
-            return torch.addmm(b, x, w) + 1
+            return operator(b, x, w) + 1
 
-    tensors = torch.randn(4), torch.randn(4, 4), torch.randn(4, 4)
+    rows = 16 if operator is _cell else 4
+    tensors = torch.randn(rows), torch.randn(4, 4), torch.randn(rows, 4)
     graphed = thunderfx(fn, backend="tape")
     with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
         for _ in range(3):

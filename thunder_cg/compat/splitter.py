@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from itertools import takewhile
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from thunder.core.compile_data import get_compile_data
 from thunder.dynamo import splitter, utils
 from thunder.dynamo.utils import SplitReason, SplitReasonType
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import NumpyTensorSource
 from torch._dynamo.utils import numpy_method_wrapper, numpy_operator_wrapper, numpy_to_tensor_wrapper
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
@@ -21,9 +22,11 @@ from torch.fx import Graph, GraphModule, Node, Proxy
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.fx.node import map_arg
 from torch.fx.proxy import GraphAppendingTracer
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+from thunder_cg.compat.thunder import no_autocast
 from thunder_cg.compat.torch import tree_flatten, tree_leaves
 
 __all__ = [
@@ -34,6 +37,7 @@ __all__ = [
     "checkpoints",
     "compute_again",
     "compute_without_gradient",
+    "depends_on_autocast",
     "example",
     "fallback_of",
     "fixed_float",
@@ -67,11 +71,49 @@ def example(value: Any) -> Any:
     return map_arg(value, lambda node: node.meta.get("example_value"))
 
 
-def on_examples(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """What a function returns for fake tensors. Tensors that it makes itself are fake, too."""
-    modes = (leaf.fake_mode for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor))
-    with next(modes, nullcontext()):
+def on_examples(function: Callable[..., Any], args: Any, kwargs: Any, *, inside: Any = None) -> Any:
+    """What a function returns for fake tensors. Tensors that it makes itself are fake, too.
+
+    Where a size is a symbol, an operator that is made of others does that in Python, as under Dynamo.
+
+    Args:
+        inside: a dispatch mode, which sees what the function calls.
+    """
+    leaves = tree_leaves((args, kwargs))
+    modes = (leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor))
+    sized = [leaf for leaf in leaves if isinstance(leaf, (torch.Tensor, torch.SymInt, torch.SymFloat))]
+    in_python = enable_python_dispatcher if any(map(free_symbols, sized)) else nullcontext
+    with next(modes, nullcontext()), in_python(), inside or nullcontext():
         return function(*args, **kwargs)
+
+
+class _Calls(TorchDispatchMode):
+    """Notes which operators of PyTorch run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def depends_on_autocast(node: Node, function: Callable[..., Any]) -> bool:
+    """Whether the autocast that a node is inside of casts what the function that it calls gets, or what is inside."""
+    args, kwargs, casts = example(node.args), example(node.kwargs), [*_autocasts_at(node)]
+    calls, without = _Calls(), _Calls()
+    with ExitStack() as stack:
+        for kind, dtype, enabled in casts:
+            stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
+        on_examples(function, args, kwargs, inside=calls)
+    if not casts:
+        return False
+    try:
+        on_examples(no_autocast(function), args, kwargs, inside=without)
+    except RuntimeError:  # of two dtypes
+        return True
+    return calls.names != without.names
 
 
 def for_splitter(function: Callable[..., Any], name: str) -> Callable[..., Any]:

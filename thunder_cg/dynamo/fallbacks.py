@@ -23,6 +23,7 @@ from thunder_cg.compat.splitter import (
     GET_DATA,
     DataDependentOutputException,
     checkpoints,
+    depends_on_autocast,
     example,
     fallback_of,
     inside_transforms,
@@ -32,11 +33,10 @@ from thunder_cg.compat.splitter import (
     is_unused,
     loses_wait,
     numpy_name,
-    on_examples,
     operator_name,
     without_gradient,
 )
-from thunder_cg.compat.thunder import is_known_view, no_autocast, symbols_of_functions
+from thunder_cg.compat.thunder import is_known_view, symbols_of_functions
 from thunder_cg.compat.torch import has_storage, shares_storage, tensors_in, tree_leaves
 from thunder_cg.dynamo.layouts import layout_counts, reads_by_strides
 from thunder_cg.dynamo.writes import (
@@ -224,7 +224,7 @@ def objection_to_fallback(node: Node, function: Callable[..., Any]) -> str | Non
         return f"{problem}; give it a dimension, as with keepdim=True, or use a GPU"
     try:
         if depends_on_autocast(node, function):
-            problem = "has another dtype under autocast, which Thunder's fallback for it does not see"
+            problem = "computes in another dtype under autocast, which Thunder's fallback for it does not see"
             return f"{problem}; call it under torch.autocast(device_type, enabled=False), and cast its arguments"
     except DataDependentOutputException:  # as istft
         return "checks on the host what a tensor holds, which Thunder has no value of while it traces" + _OTHERS
@@ -244,12 +244,6 @@ def objection_to_operator(function: Callable[..., Any], *, with_gradient: bool) 
         fix = _FEW_KERNELS if is_recurrent else "; draw with torch.rand_like, and compute with that"
         return "may draw, and Thunder's fallback for it would draw again in its backward" + fix
     return None
-
-
-def depends_on_autocast(node: Node, function: Callable[..., Any]) -> bool:
-    """Whether the function that a node calls has results of other dtypes without the autocast that Dynamo saw."""
-    found = on_examples(no_autocast(function), example(node.args), example(node.kwargs))
-    return _dtypes(node.meta.get("example_value")) != _dtypes(found)
 
 
 def has_another_derivative(node: Node) -> bool:
@@ -296,7 +290,3 @@ def _writes_view(node: Node, result: torch.Tensor) -> bool:
     while same := [source for source in sources if example(source) is result]:  # what an operator in place returns
         sources = same[0].all_input_nodes
     return has_storage(result) and shares_storage(example(sources), result)
-
-
-def _dtypes(results: Any) -> list[torch.dtype]:
-    return [leaf.dtype for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor)]

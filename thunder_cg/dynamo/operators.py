@@ -29,7 +29,7 @@ from thunder_cg.compat.thunder import (
 from thunder_cg.compat.torch import grouped_mm, library_name, pad, transformer_encoder_layer, weight_norm
 
 # Thunder's symbols refuse some arguments, such as ceil_mode, or have no gradient.
-PARTIAL = {
+_PARTIAL = {
     torch.index_add: "index_add",
     pad: "pad",  # reflected or circular
     F.max_pool1d: "max_pool1d",
@@ -38,7 +38,21 @@ PARTIAL = {
     F.avg_pool1d: "avg_pool1d",
     F.avg_pool2d: "avg_pool2d",
     F.avg_pool3d: "avg_pool3d",
+    torch.flip: "flip",
+    torch.lerp: "lerp",
+    torch.minimum: "minimum",
+    torch.remainder: "remainder",
     torch.repeat_interleave: "repeat_interleave",
+    torch.round: "round",
+    torch.trunc: "trunc",
+}
+
+# Of what is in a list, Thunder's fallbacks lose the gradient. These get each tensor by itself.
+_OF_LISTS: dict[Any, Callable[..., Any]] = {
+    torch.dstack: lambda *tensors: torch.dstack(tensors),
+    torch.hstack: lambda *tensors: torch.hstack(tensors),
+    torch.lstm_cell: lambda x, hidden, cell, *weights: torch.lstm_cell(x, (hidden, cell), *weights),
+    torch.vstack: lambda *tensors: torch.vstack(tensors),
 }
 
 # They make tensors of numbers alone. Thunder's splitter takes them for functions of Python's, and Thunder then raises.
@@ -68,17 +82,36 @@ _NAMES: dict[Any, str] = {
     torch.mul: "mul",  # of complex numbers, as in rotary embeddings: see Note [Other derivatives]
     F.scaled_dot_product_attention: "scaled_dot_product_attention",  # Thunder's symbol does not take enable_gqa
     weight_norm: "weight_norm",
-    **PARTIAL,
+    **_PARTIAL,
     **_FACTORIES,
     **_FUSED,
     **dict.fromkeys(grouped_mm, "grouped_mm"),
 }
 
+# Those that are methods, too. A method takes what the function takes, and sizes one by one.
+_METHODS = {name: getattr(torch.Tensor, name) for name in _NAMES.values() if hasattr(torch.Tensor, name)}
+_NAMES |= {method: name for name, method in _METHODS.items()}
+
+
+def is_partial(function: Any) -> bool:
+    """Whether Thunder has a symbol for the function, which may do."""
+    return isinstance(function, Hashable) and _NAMES.get(function) in _PARTIAL.values()
+
 
 def instead_of(function: Any) -> Callable[..., Any] | None:
     """What a graph calls in the place of an operator of PyTorch's or of a library; None if the operator stays."""
     name = library_name(function) or (_NAMES.get(function) if isinstance(function, Hashable) else None)
-    return _by_autograd(function, name) if name is not None else None
+    return _by_autograd(_METHODS.get(name, function), name) if name is not None else None
+
+
+@cache
+def of_list(function: Any) -> Callable[..., Any] | None:
+    """What takes each tensor of a list by itself, in the place of an operator; None if the operator stays."""
+    flat = _OF_LISTS.get(function)
+    if flat is None:
+        return None
+    name = f"{function.__name__}_each"  # Thunder has a symbol of the operator's own name
+    return for_splitter(_callable(register_function(_executor, name, flat), flat), name)
 
 
 def collective(function: Any) -> Callable[..., Any] | None:

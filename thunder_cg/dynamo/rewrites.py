@@ -22,6 +22,7 @@ from thunder_cg.compat.splitter import (
     can_trace_all,
     checkpoints,
     compute_without_gradient,
+    depends_on_autocast,
     example,
     fixed_float,
     for_splitter,
@@ -51,7 +52,7 @@ from thunder_cg.compat.torch import (
     tree_leaves,
 )
 from thunder_cg.dynamo import operators
-from thunder_cg.dynamo.fallbacks import depends_on_autocast, has_another_derivative, returns_cpu_scalar
+from thunder_cg.dynamo.fallbacks import has_another_derivative, returns_cpu_scalar
 from thunder_cg.dynamo.layouts import LIKE, fixed_stride, lay_out_before_strides, layout_counts, make_as_laid_out
 from thunder_cg.dynamo.writes import (
     IN_PLACE,
@@ -139,8 +140,8 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
             _write_out(node)
         elif node.target in _OF_NUMBERS and isinstance(_value(node), (int, float, torch.SymInt, torch.SymFloat)):
             node.target = _OF_NUMBERS[node.target]
-        elif node.target is torch.tensor:
-            _fill_with_number(node)
+        elif node.target in (torch.tensor, torch.as_tensor):
+            _make_of_numbers(node)
         elif node.target in LIKE:
             make_as_laid_out(node)
         elif node.target in ("norm", torch.norm):
@@ -155,7 +156,7 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
             _write_as_before(node, module, options)
         elif is_collective(node):
             _wait_in_trace(node, options)
-        elif node.op == "call_function" or node.target in ("index_add", "mul", "repeat_interleave"):
+        elif node.op.startswith("call"):
             _use_own_operator(node, options)
     lay_out_before_strides(module.graph)
     _leave_out_of_backward(module.graph, transformed, options)
@@ -453,11 +454,15 @@ def _pass_by_position(node: Node) -> None:
     """``x.reshape(shape=(4, 2))`` is ``x.reshape((4, 2))``: Thunder's operators do not know the name."""
     if not node.op.startswith("call") or not node.kwargs or is_for_splitter(node.target) or numpy_name(node):
         return
-    if not isinstance(node.target, types.FunctionType):
-        node.kwargs = {_OF_NUMPY.get(name, name): value for name, value in node.kwargs.items()}
+    if not {*_UNKNOWN, *_OF_NUMPY}.intersection(node.kwargs):
+        return
+    overloads = parameters_of(node.target, operator_name(node))
+    known = {name for names in overloads for name in names}
+    renamed = {name: new for name, new in _OF_NUMPY.items() if new in known}
+    node.kwargs = {renamed.get(name, name): value for name, value in node.kwargs.items()}
     if not (unknown := _UNKNOWN.intersection(node.kwargs)):
         return
-    for names in parameters_of(node.target, operator_name(node)):
+    for names in overloads:
         moved = [*takewhile(node.kwargs.__contains__, names[len(node.args) :])]
         if unknown.issubset(moved):
             node.args = (*node.args, *map(node.kwargs.__getitem__, moved))
@@ -586,10 +591,15 @@ def _detach_data(graph: Graph) -> None:
             graph.erase_node(node)
 
 
-def _fill_with_number(node: Node) -> None:
-    """``torch.tensor([-1])`` is ``torch.full((1,), -1)``, which copies nothing from the host."""
+def _make_of_numbers(node: Node) -> None:
+    """``torch.as_tensor([2, 3])`` is ``torch.tensor([2, 3])``, which Thunder has, as new memory either way.
+
+    ``torch.tensor([-1])`` is ``torch.full((1,), -1)``, which copies nothing from the host.
+    """
     result = _value(node)
     numbers = [(type(leaf), repr(leaf), leaf) for leaf in tree_leaves(node.args)]
+    if len(node.args) == 1 and all(isinstance(leaf, (int, float)) for *_, leaf in numbers):
+        node.target = torch.tensor
     fits = {int: (torch.int32, torch.int64), float: (torch.float32, torch.float64), bool: (torch.bool,)}
     if not isinstance(result, torch.Tensor) or len({each[:2] for each in numbers}) != 1:
         return
@@ -853,7 +863,10 @@ def _use_own_operator(node: Node, options: dict[str, Any]) -> None:
             node.args, node.kwargs = (*node.args, node.kwargs["attn_mask"]), others
     if node.target in (F.cross_entropy, F.nll_loss) and _is_right_loss(node):
         return
-    function: Any = node.target
+    if any(map(requires_grad, tree_leaves([arg for arg in example(node.args) if isinstance(arg, (list, tuple))]))):
+        _pass_each_of_list(node, options)
+        return
+    function: Any = getattr(torch.Tensor, str(node.target), None) if node.op == "call_method" else node.target
     if operator_name(node) in ("mul", "multiply"):
         if not (requires_grad(_value(node)) and has_another_derivative(node)):
             return
@@ -862,16 +875,25 @@ def _use_own_operator(node: Node, options: dict[str, Any]) -> None:
         repeats = node.args[1] if len(node.args) > 1 else node.kwargs.get("repeats")
         if not isinstance(repeats, int):  # read on the host if it is a tensor
             return
-        function = torch.repeat_interleave
-    if operator_name(node) == "index_add":
-        function = torch.index_add
-    if function in operators.PARTIAL and is_supported(node, options):
+    is_partial = operators.is_partial(function)
+    if is_partial and is_supported(node, options):
         return
-    if library_name(function) and returns_cpu_scalar(node):  # Inductor gets it, and autograd sums its gradient
+    if (is_partial or library_name(function)) and returns_cpu_scalar(node):
         return
     own = operators.instead_of(function)
     if own is not None and not depends_on_autocast(node, function) and can_trace(own, node, options):
         node.op, node.target = "call_function", own
+
+
+def _pass_each_of_list(node: Node, options: dict[str, Any]) -> None:
+    """``torch.hstack([x, y])`` takes ``x`` and ``y`` by themselves: Thunder's fallback for it loses their gradients."""
+    function: Any = node.target
+    args, own = node.args, operators.of_list(function) if node.op == "call_function" else None
+    if own is None or node.kwargs or depends_on_autocast(node, function):
+        return
+    node.target, node.args = own, (*tree_leaves(args),)
+    if not can_trace(own, node, options):
+        node.target, node.args = function, args
 
 
 def _wait_in_trace(collective: Node, options: dict[str, Any]) -> None:

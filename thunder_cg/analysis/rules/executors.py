@@ -68,9 +68,11 @@ RULES: tuple[Rule, ...] = (
 
     # Of thunder_cg.dynamo.operators: PyTorch's operators as they are
     *rows("torch_ops", """
-        avg_pool1d avg_pool1d_vjp avg_pool2d avg_pool2d_vjp avg_pool3d avg_pool3d_vjp interpolate interpolate_vjp
-        max_pool1d max_pool1d_vjp max_pool2d max_pool2d_vjp max_pool3d max_pool3d_vjp weight_norm weight_norm_vjp
-        normalize pad pad_vjp repeat_interleave repeat_interleave_vjp unfold_copy unfold_copy_vjp
+        avg_pool1d avg_pool1d_vjp avg_pool2d avg_pool2d_vjp avg_pool3d avg_pool3d_vjp dstack_each dstack_each_vjp flip
+        flip_vjp hstack_each hstack_each_vjp interpolate interpolate_vjp lerp lerp_vjp max_pool1d max_pool1d_vjp
+        max_pool2d max_pool2d_vjp max_pool3d max_pool3d_vjp minimum minimum_vjp normalize pad pad_vjp remainder
+        remainder_vjp repeat_interleave repeat_interleave_vjp round round_vjp trunc trunc_vjp unfold_copy
+        unfold_copy_vjp vstack_each vstack_each_vjp weight_norm weight_norm_vjp
         transformer_encoder_layer bartlett_window blackman_window eye hamming_window hann_window kaiser_window linspace
         logspace tril_indices triu_indices
     """, CAPTURED, Evidence.KNOWN, settings=Settings.NONE),
@@ -80,7 +82,9 @@ RULES: tuple[Rule, ...] = (
           settings=Settings.NONE),
     *rows("torch_ops", "laid_out", CAPTURED, Evidence.KNOWN, settings=Settings.NONE, aliases=FIRST),
     *rows("torch_ops", "laid_out_vjp", CAPTURED, Evidence.KNOWN, settings=Settings.NONE, aliases=ALL),
-    *rows("torch_ops", "index_add index_add_vjp scatter_masked scatter_masked_vjp", CAPTURED, Evidence.KNOWN),
+    *rows("torch_ops", """
+        index_add index_add_vjp lstm_cell_each lstm_cell_each_vjp scatter_masked scatter_masked_vjp
+    """, CAPTURED, Evidence.KNOWN),
     *rows("torch_ops", "bernoulli exponential normal uniform", CAPTURED, Evidence.KNOWN, settings=Settings.NONE,
           draws=True),
     # On an H200 with torch 2.11, both ways, with ends of groups that change from call to call. A GPU that has no kernel
