@@ -9,30 +9,39 @@ import copy
 import cProfile
 import ctypes
 import gc
+import hashlib
 import inspect
 import itertools
+import linecache
 import logging
 import math
+import mmap
 import multiprocessing
 import os
 import queue
 import random
 import re
 import secrets
+import signal
+import sqlite3
+import struct
 import sys
 import threading
 import time
 import uuid
+import warnings
 import weakref
 from abc import ABC
 from collections import OrderedDict, UserList, defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
-from datetime import datetime
+from datetime import datetime, timedelta
 from decimal import Context, Decimal, setcontext
 from enum import Enum
+from fractions import Fraction
 from functools import cached_property, lru_cache, partial, partialmethod, singledispatch
 from importlib import import_module
+from operator import itemgetter
 from types import FunctionType, MappingProxyType, SimpleNamespace
 from typing import ClassVar
 
@@ -1269,6 +1278,12 @@ UNCOMPARED = {
     "_getframe": lambda: inspect.currentframe(),
     "get_ident": threading.current_thread,
     "__subclasses__": lambda: Settings.__subclasses__(),
+    "active_count": threading.active_count,
+    "uuid1": uuid.uuid1,
+    "getline": lambda: linecache.getline(__file__, 1),
+    "getsignal": lambda: signal.getsignal(signal.SIGINT),
+    "isenabled": gc.isenabled,
+    "getrecursionlimit": sys.getrecursionlimit,
 }
 
 
@@ -1280,6 +1295,31 @@ def test_what_is_not_compared(name):
     calls.end()
     assert calls.objection is not None
     assert calls.objection.startswith(f"what {name}() gives is not compared before a replay, at test_step_reads.py:")
+
+
+STEADY = (
+    *(lambda: re.sub("a", "b", "a"), lambda: sys.intern("a"), lambda: struct.pack("d", 1.0), lambda: copy.copy([1])),
+    *(lambda: hashlib.sha256(b"a").hexdigest(), lambda: os.fspath("a"), gc.collect),
+    *(lambda: logging.getLogger("a").debug("a"), lambda: datetime(2000, 1, 1).isoformat(), lambda: math.sqrt(2)),
+    lambda: warnings.warn("a", stacklevel=2),
+)
+
+
+@pytest.mark.filterwarnings("ignore:a:UserWarning")
+@pytest.mark.parametrize("call", STEADY)
+def test_what_depends_on_its_arguments_alone(call):
+    calls = Calls()
+    calls.watch()
+    (lambda: call())()
+    calls.end()
+    assert calls.objection is None
+
+
+def test_how_often_a_tensor_was_written_to(step_twins):
+    step = step_twins.graphed(lambda y: y * SCALE * [y][0]._version)
+    for _ in range(3):
+        step(step_twins.batch()[0])
+    assert step.captures == 0 and "what _version gives is not compared before a replay" in str(explain(step))
 
 
 @pytest.mark.parametrize("draw", [random.random, random.Random])
@@ -1298,6 +1338,62 @@ def test_locks(make):
     value = make()
     (objection,) = state_of(lambda y: y * bool(value)).objections
     assert objection == "value is a lock, which no replay would take; take it around the call of the step"
+
+
+class Locked:
+    lock, scale = threading.Lock(), 1.0
+
+
+def test_a_lock_of_a_class(step_twins):
+    def locked(settings, y):
+        with settings.lock:
+            return y * settings.scale
+
+    settings = Locked()
+    steps = [step_twins.graphed(lambda y: locked(settings, y)), step_twins.graphed(lambda y: weigh(settings, y))]
+    for step in (*steps, *steps, *steps, *steps):
+        step(step_twins.batch()[0])
+    assert "lock is a lock, which no replay would take" in str(explain(steps[0])) and steps[0].captures == 0
+    assert steps[1].captures == 1  # it does not take the lock
+
+
+class Mapped(mmap.mmap):
+    scale = 1.0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: mmap.mmap(-1, 1), lambda: Mapped(-1, 1), lambda: sqlite3.connect(":memory:"), lambda: hashlib.sha256(b"")],
+    ids=["mmap", "a class of the user's", "sqlite3", "hashlib"],
+)
+def test_content_that_cannot_be_seen(make):
+    value = make()
+    (objection,) = state_of(lambda y: y * bool(value)).objections
+    assert re.search("value is a .*, whose content is not compared before a replay; read what", objection)
+    (objection,) = state_of(lambda y: y * bool([value][0])).objections
+    assert objection.startswith("value is a ")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(
+            re.compile("a"),
+            datetime(2000, 1, 1),
+            struct.Struct("d"),
+            slice(1),
+            property(len),
+            itemgetter(1),
+            KeyError(),
+        ),
+        *(threading.local(), UserList(), SimpleNamespace(), np.dtype("f4"), Settings(), list[int], ABC),
+        *(torch.Generator(), MappingProxyType({}), Fraction(1, 2), Point(1.0), random.random.__self__, timedelta(1)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_content_that_is_compared_or_constant(value):
+    values = [value]
+    assert not state_of(lambda y: (y, values[0])).objections
 
 
 def test_an_array_of_objects():

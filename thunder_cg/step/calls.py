@@ -31,17 +31,18 @@ import sys
 import threading
 import time
 import types
+import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 
 from thunder_cg.compat.cuda import is_current_stream_capturing
 from thunder_cg.compat.distributed import ProcessGroup, Work, is_torchs_own, told_of_collectives, uncapturable
-from thunder_cg.compat.lines import getframe
+from thunder_cg.compat.lines import is_pythons
 from thunder_cg.compat.torch import code_before_dynamo, has_storage, is_restored_by_dynamo, tensors_in, variables_of
 from thunder_cg.errors import CaptureLater, CaptureRefused
 from thunder_cg.runtime.tensors import address_if_any
@@ -60,7 +61,7 @@ _GETTERS = ("_get_", "_is_")  # those without a line in front are in `thread_sta
 _random: Any = random.random  # of the generator of the process
 _UNSEEN = {"__getattribute__", "__setattr__", "__delattr__", "getattr_static"}
 _ASKS: Any = torch.cuda.is_current_stream_capturing
-_WITHOUT_EFFECT = {"logging", "importlib._bootstrap"}  # modules
+_WITHOUT_EFFECT = {"logging", "importlib._bootstrap", "warnings"}  # modules
 # What they return is another value in each call.
 _UNSTEADY = {datetime.date.today, datetime.datetime.today, datetime.datetime.now, datetime.datetime.utcnow, os.urandom}
 _CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
@@ -70,18 +71,28 @@ _STARTS_OF_THREADS = {
     each for each in (getattr(_thread, n, None) for n in ("start_new_thread", "start_joinable_thread")) if each
 }
 # What they return is not compared before a replay, and may be another value in a later call.
-_UNCOMPARED = {eval, exec, __import__, input, open, decimal.getcontext}
-_UNCOMPARED |= {torch.get_num_threads, torch.get_num_interop_threads, _thread.get_ident, _thread.get_native_id}
-_UNCOMPARED |= {getframe, sys.getrecursionlimit, sys.getrefcount, gc.get_count, gc.get_objects, gc.get_referrers}
-_UNCOMPARED |= {*(vars(os)[name] for name in ("cpu_count", "getloadavg", "sched_getaffinity") if hasattr(os, name))}
-_OF_FILES = {"posix", "nt"}  # modules whose functions read files and what the process is
-_NO_READS = {"fspath", "getpid", "getppid", "write", "fsync", "close", "register_at_fork"}
+_UNCOMPARED = {eval, exec, __import__, input, open, decimal.getcontext, _thread.get_ident, _thread.get_native_id}
+_UNCOMPARED |= {torch.get_num_threads, torch.get_num_interop_threads}
+_UNCOMPARED_PYTHON = importlib.import_module, threading.active_count, threading.enumerate, uuid.uuid1
+_UNCOMPARED_CODE = {each.__code__ for each in _UNCOMPARED_PYTHON}
 _ENVIRONMENT = {vars(type(os.environ))[name].__code__ for name in ("__getitem__", "__iter__", "__len__")}
-# Modules that return all of that to their callers.
-_PASS_ON = {"random", "secrets", "uuid", "torch.cuda.random", "torch.random"}
-_PASS_ON |= {"os", "posixpath", "ntpath", "genericpath", "pathlib", "glob", "io", "shutil", "decimal"}
-_PASS_ON |= {"threading", "concurrent.futures.thread", "concurrent.futures._base", "multiprocessing.pool"}
-_PASS_ON |= {"importlib", "inspect", "collections.abc", "torch.serialization"}
+# Modules of Python's library whose other functions depend on their arguments alone, or on what is seen otherwise.
+_STEADY = {
+    *("abc", "argparse", "array", "ast", "base64", "binascii", "bisect", "builtins", "calendar", "cmath", "codecs"),
+    *("collections", "colorsys", "concurrent", "configparser", "contextlib", "contextvars", "copy", "copyreg", "csv"),
+    *("ctypes", "dataclasses", "datetime", "decimal", "difflib", "encodings", "enum", "errno", "fnmatch", "fractions"),
+    *("functools", "genericpath", "glob", "graphlib", "hashlib", "heapq", "hmac", "importlib", "inspect", "io"),
+    *("itertools", "json", "keyword", "logging", "marshal", "math", "multiprocessing", "ntpath", "numbers", "operator"),
+    *("os", "pathlib", "pickle", "posixpath", "pprint", "queue", "random", "re", "reprlib", "secrets", "shutil"),
+    *("stat", "statistics", "string", "struct", "tempfile", "textwrap", "thread", "threading", "time", "traceback"),
+    *("types", "typing", "unicodedata", "unittest", "uuid", "warnings", "weakref", "zlib"),
+    *("blake2", "collections_abc", "md5", "sha1", "sha2", "sha256", "sha3", "sha512", "sre", "weakrefset"),
+}
+_STEADY_FUNCTIONS = {
+    *("fspath", "getpid", "getppid", "write", "fsync", "close", "register_at_fork"),  # of posix and nt
+    *("exc_info", "exception", "intern", "is_finalizing", "setprofile", "collect", "is_tracked"),  # of sys and gc
+}
+_PASS_ON = {"torch.cuda.random", "torch.random", "torch.serialization"}  # as Python's library does
 
 
 class Calls:
@@ -164,8 +175,8 @@ class Calls:
                 self.objection = f"{problem}; make generators of random numbers outside of the step"
             elif code is logging.Logger.isEnabledFor.__code__ and _is_called_by_user(frame.f_back):
                 self.getters[partial(frame.f_locals["self"].isEnabledFor, frame.f_locals["level"])] = None
-            elif code is importlib.import_module.__code__ and _is_called_by_user(frame):
-                self._refuse_uncompared(frame, "import_module")
+            elif _is_uncompared_code(code, str(frame.f_globals.get("__name__"))) and _is_called_by_user(frame.f_back):
+                self._refuse_uncompared(frame, code.co_name)
             elif code not in self._foreign:
                 self._note_function(frame, code_before_dynamo(code))
         elif event == "c_call" and called is is_current_stream_capturing:
@@ -247,8 +258,9 @@ class Calls:
         self.objection = f"{problem}; call torch.cuda.is_current_stream_capturing() by this name, which is False there"
 
     def _refuse_uncompared(self, frame: types.FrameType, name: str) -> None:
-        problem = f"what {name}() gives is not compared before a replay{_line(frame)}"
-        fix = "call it outside of the step, and have the step read the result by a name"
+        name, get = (name, "read") if name == "_version" else (f"{name}()", "call")
+        problem = f"what {name} gives is not compared before a replay{_line(frame)}"
+        fix = f"{get} it outside of the step, and have the step read the result by a name"
         self.objection = self.objection or f"{problem}; {fix}"
 
     def _note_generator(self, frame: types.FrameType, method: str) -> None:
@@ -274,6 +286,8 @@ class Calls:
         if is_installed(code.co_filename) and _logs_or_imports(frame):
             return
         self.reads_gradients |= "grad" in code.co_names or "grad" in code.co_consts
+        if "_version" in code.co_names or "_version" in code.co_consts:
+            self._refuse_uncompared(frame, "_version")
         is_own = code.co_name in ("__init__", *_UNSEEN)  # what it does with an object was seen already
         self.looks_up_unseen |= not is_own and not _UNSEEN.isdisjoint(code.co_names)
         self._inner.update(each for each in code.co_consts if isinstance(each, types.CodeType))
@@ -322,15 +336,23 @@ class _Ran(NamedTuple):
 
 def _is_uncompared(called: Any) -> bool:
     """Whether a function of C reads a file, or anything else that is not compared."""
-    owner = getattr(called, "__self__", None)
-    if called.__name__ == "__subclasses__":
-        return True
-    if isinstance(owner, io.IOBase):
-        return bool(called.__name__.startswith("read"))
+    owner, name = getattr(called, "__self__", None), called.__name__
     if isinstance(owner, types.ModuleType):
-        is_of_files = owner.__name__ in _OF_FILES and called.__name__ not in _NO_READS
-        return is_of_files or called in _UNCOMPARED
-    return False
+        return called in _UNCOMPARED or (name not in _STEADY_FUNCTIONS and not _is_steady(owner.__name__))
+    return name == "__subclasses__" or (isinstance(owner, io.IOBase) and bool(name.startswith("read")))
+
+
+@cache
+def _is_uncompared_code(code: types.CodeType, module: str) -> bool:
+    """Whether a function of Python's library depends on what is not compared."""
+    return code in _UNCOMPARED_CODE or (is_pythons(code.co_filename) and not _is_steady(module))
+
+
+@cache
+def _is_steady(module: str) -> bool:
+    """Whether a module is none of Python's library, or its functions depend on nothing that changes unseen."""
+    name = module.partition(".")[0]
+    return name not in sys.stdlib_module_names or name.strip("_") in _STEADY
 
 
 def _is_torchs(called: Any) -> bool:
@@ -341,9 +363,11 @@ def _is_torchs(called: Any) -> bool:
 
 def _is_called_by_user(frame: types.FrameType | None) -> bool:
     """Whether the user's code gets what a function that is called in a frame returns, such as from `secrets`."""
-    while frame is not None and frame.f_globals.get("__name__") in _PASS_ON:
+    while frame is not None and (name := frame.f_globals.get("__name__")) not in _WITHOUT_EFFECT:
+        if name not in _PASS_ON and not is_pythons(frame.f_code.co_filename):
+            return _is_users(frame.f_code, frame.f_globals)
         frame = frame.f_back
-    return frame is not None and _is_users(frame.f_code, frame.f_globals)
+    return False
 
 
 def _is_users(code: types.CodeType, variables: dict[str, Any], is_others: Callable[[str], bool] = is_installed) -> bool:

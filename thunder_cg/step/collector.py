@@ -54,10 +54,18 @@ from thunder_cg.compat.torch import (
     module_dictionaries,
     version,
 )
-from thunder_cg.step.attributes import Names, own_attributes, slots_of
+from thunder_cg.step.attributes import Names, hides_state, own_attributes, slots_of
 from thunder_cg.step.facts import ATOMS, Content, Facts, Same, fact_of, is_equal
 from thunder_cg.step.places import Carried, Place, plain_copy
-from thunder_cg.step.reads import MISSING, compiled_modules, is_data, is_installed, is_users, may_change
+from thunder_cg.step.reads import (
+    CONSTANT_PACKAGES,
+    MISSING,
+    compiled_modules,
+    is_data,
+    is_installed,
+    is_users,
+    may_change,
+)
 from thunder_cg.step.snapshot import data_of_c
 
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
@@ -69,6 +77,9 @@ _UNREPORTED = object()  # stands for a dictionary to which somebody may write un
 _NAMESPACES = types.SimpleNamespace, argparse.Namespace
 _LOCKS = type(threading.Lock()), type(threading.RLock()), threading.Condition
 _OF_MODULES = ("training", "_parameters", "_buffers", "_modules")  # that each module has in its dictionary
+# Modules and packages whose classes in C are looked at, or constant.
+_KNOWN_IN_C = {*CONSTANT_PACKAGES, "builtins", "datetime", "functools", "operator", "pybind11_builtins", "re", "types"}
+_KNOWN_IN_C |= {"_abc", "_ctypes", "_struct", "_thread", "typing", "weakref", "zoneinfo"}
 _OPAQUE = types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.CodeType, type
 
 _Cached = type(lru_cache(len))
@@ -178,6 +189,10 @@ class Collector:
             self.facts[label] = Same(value)
             problem = f"{label} is a {type(value).__name__}, which no replay would advance"
             self.objections.append(f"{problem}; take the next item outside of the step, and pass it as an argument")
+        elif _is_opaque(value):
+            self.facts[label] = Same(value)
+            problem = f"{label} is a {type(value).__name__}, whose content is not compared before a replay"
+            self.objections.append(f"{problem}; read what the step needs of it outside of the step, and pass that")
         elif is_object(value) and depth < _MAX_DEPTH:
             self._add_object(label, value, depth)
         else:
@@ -352,7 +367,7 @@ class Collector:
             where = label if each is value else f"{each.__name__} of {label}"
             counts = (lambda _: True) if is_users(each) else is_data if isinstance(each, type) else _is_atom
             for name, member in [*names.items()]:
-                if isinstance(member, _LOCKS):
+                if isinstance(member, _LOCKS) and name not in self._names.get(each, ()):
                     continue  # which others may take; one that the step takes by a name is found by that
                 if isinstance(member, types.FunctionType) if name.startswith("__") else counts(member):
                     self.add(f"{where}.{name}", member, depth + 1)
@@ -554,6 +569,14 @@ def _proxied(proxy: Any) -> Any:
         return proxy.__init__.__self__
     except ReferenceError:  # it is gone
         return None
+
+
+def _is_opaque(value: Any) -> bool:
+    """Whether a value may hold anything that is not looked at, in C of Python's library or of a package."""
+    if not is_object(value) or isinstance(value, (io.IOBase, BaseException, random.Random)):
+        return False
+    kind = hides_state(type(value))
+    return kind is not None and kind.__module__.partition(".")[0] not in _KNOWN_IN_C
 
 
 def _is_iterator(value: Any) -> bool:

@@ -110,7 +110,7 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
         return f"; {_OWN_GENERATOR}"
     if change.startswith("what ") and hasattr(owner, "random"):
         return f"; {_RANDOM}"
-    if label.startswith("_Progress."):
+    if label.startswith("_Progress.") or ".optim_step_progress." in label:
         return f"; {_LIGHTNINGS}"
     if not in_step and isinstance(fact := facts.get(label), tuple) and fact[0] is int:
         return f"; {_DECIDES}; or {_IN_PLACE}"

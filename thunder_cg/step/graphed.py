@@ -365,10 +365,10 @@ class GraphedStep:
             kept = 0 if self._groups(layout) else self._max_recordings - 1  # ranks may not find the same one
             self._ready[layout] = [ready, *self._ready.pop(layout, ())[:kept]]
             _forget_oldest(self._ready)
-        elif state.objections:  # the cause, maybe, and in the way in any case
+        elif objections := (self._state() if is_new else state).objections:  # the cause, maybe, and in the way anyway
             self.in_python[reason] -= 1
-            self.in_python[state.objections[0]] += 1
-            self._refuse(layout, state.facts, state.objections[0])
+            self.in_python[objections[0]] += 1
+            self._refuse(layout, state.facts, objections[0])
             return result
         else:
             fix = fix_of_moved(moved) if moved else fix_of_change(str(change), state.facts, self._roots, in_step=True)

@@ -69,7 +69,7 @@ _CONSTANT = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
     "<frozen",
 )
-_CONSTANT_PACKAGES = {
+CONSTANT_PACKAGES = {
     *("torch", "cuda", "functorch", "mpmath", "networkx", "numpy", "opt_einsum", "sympy", "torchgen", "triton"),
     *("thunder", "thunder_cg", "nvfuser", "nvfuser_direct", "optree"),
 }
@@ -348,7 +348,7 @@ def is_constant(filename: str) -> bool:
     """Whether nothing that a source file defines is looked at: see Note [Packages]."""
     package = next((filename.rpartition(each)[2] for each in _PACKAGES if each in filename), None)
     if package is not None:
-        return package.partition(os.sep)[0] in _CONSTANT_PACKAGES
+        return package.partition(os.sep)[0] in CONSTANT_PACKAGES
     return filename.startswith(_CONSTANT)
 
 
