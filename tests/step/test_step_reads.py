@@ -1479,3 +1479,60 @@ def test_tensors_on_several_devices(monkeypatch):
     state = StepState(lambda y: y, {}, "cpu")
     with pytest.raises(CaptureRefused, match="uses tensors on meta and on cpu, and a graph is on one device"):
         state.guard_tensors([torch.ones(1)])
+
+
+class Raising:
+    """Looks up all that it lacks in a dictionary, as the configurations of some do."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, **values):
+        self.values = values
+
+    def __getattr__(self, name):
+        return self.values[name]
+
+
+def test_an_object_that_raises_another_error(step_twins):
+    settings = Raising(scale=1.0)
+
+    def between(i, *_):
+        settings.values["scale"] = 2.0 if 4 <= i < 9 else 1.0
+
+    step = step_twins.train(make_step(lambda y: y * settings.scale), 10, between)
+    assert step.captures == 2, explain(step)
+
+
+def test_functions_that_differ_in_their_defaults():
+    """As those that a loop makes with ``lambda y, settings=settings:``."""
+    settings = [SimpleNamespace(scale=1.0) for _ in range(3)]
+    functions = [lambda y, each=each: y * each.scale for each in settings]
+    state = state_of(lambda y: [function(y) for function in functions])
+    for each in settings:
+        assert state.holds()
+        each.scale = 2.0
+        assert not state.holds()
+        each.scale = 1.0
+
+
+def test_functions_with_other_globals():
+    code = (lambda y: y * SCALE).__code__
+    functions = [FunctionType(code, {"SCALE": 1.0, "__name__": __name__}) for _ in range(3)]
+    state = state_of(lambda y: [function(y) for function in functions])
+    for each in functions:
+        assert state.holds()
+        each.__globals__["SCALE"] = 2.0
+        assert not state.holds()
+        each.__globals__["SCALE"] = 1.0
+
+
+@pytest.mark.parametrize("load", [np.load, np.loadtxt, np.fromfile, np.memmap])
+def test_a_file_that_a_package_reads(load, tmp_path):
+    np.save(tmp_path / "a.npy", np.ones(1))
+    (tmp_path / "a.txt").write_text("1.0")
+    path = tmp_path / ("a.txt" if load is np.loadtxt else "a.npy")
+    calls = Calls()
+    calls.watch()
+    (lambda: load(path))()
+    calls.end()
+    assert calls.objection is not None and "is not compared before a replay, at test_step_reads.py" in calls.objection

@@ -27,8 +27,8 @@ from typing import Any
 
 from torch import nn
 
-from thunder_cg.compat.torch import before_dynamo_compiles, dictionary_of
-from thunder_cg.step.reads import MISSING
+from thunder_cg.compat.torch import before_dynamo_compiles, dictionary_of, names_of
+from thunder_cg.step.reads import MISSING, own
 
 _CHANGEABLE, _IMMUTABLE = 1 << 9, 1 << 8  # flags of a type in CPython: made by a class statement, and frozen
 _POINTER = struct.calcsize("P")  # bytes
@@ -133,8 +133,8 @@ class Attributes:
 
 def own_attributes(value: Any) -> dict[str, Any]:
     """What an object has in its dictionary and its slots, by the names that lookups have."""
-    slots = {name: getattr(value, name, MISSING) for name in slots_of(type(value))}
-    return {name: found for name, found in slots.items() if found is not MISSING} | dict(getattr(value, "__dict__", ()))
+    slots = {name: own(value, name) for name in slots_of(type(value))}
+    return {name: found for name, found in slots.items() if found is not MISSING} | names_of(value)
 
 
 def slots_of(kind: type) -> list[str]:

@@ -92,7 +92,9 @@ _STEADY_FUNCTIONS = {
     *("fspath", "getpid", "getppid", "write", "fsync", "close", "register_at_fork"),  # of posix and nt
     *("exc_info", "exception", "intern", "is_finalizing", "setprofile", "collect", "is_tracked"),  # of sys and gc
 }
-_PASS_ON = {"torch.cuda.random", "torch.random", "torch.serialization"}  # as Python's library does
+# Packages that do not pass on what they read of all of this, and modules of PyTorch that do.
+_KEEP = {"torch", "thunder", "thunder_cg", "triton"}
+_PASS_ON = {"torch.cuda.random", "torch.random", "torch.serialization"}
 
 
 class Calls:
@@ -338,7 +340,8 @@ def _is_uncompared(called: Any) -> bool:
     """Whether a function of C reads a file, or anything else that is not compared."""
     owner, name = getattr(called, "__self__", None), called.__name__
     if isinstance(owner, types.ModuleType):
-        return called in _UNCOMPARED or (name not in _STEADY_FUNCTIONS and not _is_steady(owner.__name__))
+        is_steady = name in _STEADY_FUNCTIONS or (name != "fromfile" and _is_steady(owner.__name__))  # which is NumPy's
+        return called in _UNCOMPARED or not is_steady
     return name == "__subclasses__" or (isinstance(owner, io.IOBase) and bool(name.startswith("read")))
 
 
@@ -362,10 +365,12 @@ def _is_torchs(called: Any) -> bool:
 
 
 def _is_called_by_user(frame: types.FrameType | None) -> bool:
-    """Whether the user's code gets what a function that is called in a frame returns, such as from `secrets`."""
-    while frame is not None and (name := frame.f_globals.get("__name__")) not in _WITHOUT_EFFECT:
-        if name not in _PASS_ON and not is_pythons(frame.f_code.co_filename):
-            return _is_users(frame.f_code, frame.f_globals)
+    """Whether the user's code may get what a function that is called in a frame returns, such as from `secrets`."""
+    while frame is not None and (name := str(frame.f_globals.get("__name__"))) not in _WITHOUT_EFFECT:
+        if _is_users(frame.f_code, frame.f_globals):
+            return True
+        if name not in _PASS_ON and name.partition(".")[0] in _KEEP:
+            return False
         frame = frame.f_back
     return False
 

@@ -52,6 +52,7 @@ from thunder_cg.compat.torch import (
     has_storage,
     hooks_of,
     module_dictionaries,
+    names_of,
     version,
 )
 from thunder_cg.step.attributes import Names, hides_state, own_attributes, slots_of
@@ -65,6 +66,7 @@ from thunder_cg.step.reads import (
     is_installed,
     is_users,
     may_change,
+    own,
 )
 from thunder_cg.step.snapshot import data_of_c
 
@@ -274,7 +276,7 @@ class Collector:
 
     def _add_own_attributes(self, label: str, value: Any, depth: int) -> None:
         """Those that somebody has given to a tensor, a function, or a container of a class of its own."""
-        if (attributes := getattr(value, "__dict__", None)) and id(value) not in self._objects:
+        if (attributes := names_of(value)) and id(value) not in self._objects:
             self._objects.add(id(value))
             self.holders.append(attributes)
             self.watched.append(attributes if attribute_writes_are_reported() else _UNREPORTED)
@@ -307,11 +309,11 @@ class Collector:
         self._objects.add(id(value))
         self.holders.append(value)
         self.add_class(label, value, depth)
-        attributes = own_attributes(value) if is_open else dict(getattr(value, "__dict__", {}))
+        attributes = own_attributes(value) if is_open else dict(names_of(value))
         if is_open and (names := self._names_of(value)) is not None:
             attributes = self._only(names, value, attributes)
-        elif hasattr(value, "__dict__"):
-            self._watch(value, vars(value))
+        elif own(value, "__dict__") is not MISSING:
+            self._watch(value, names_of(value))
         for name, attribute in attributes.items():
             if is_open or is_torchs or isinstance(attribute, ATOMS):
                 self.add(f"{label}.{name}", attribute, depth + 1, (Place.of(value, name),))
@@ -597,7 +599,8 @@ def _call_by_key(function: Any, key: Any) -> Any:
 
 def is_object(value: Any) -> bool:
     """Whether a value has attributes that can be looked at: it is no function, class or module."""
-    return not (callable(value) and hasattr(value, "__qualname__")) and not isinstance(value, (*_OPAQUE, *ATOMS))
+    has_name = callable(value) and own(value, "__qualname__") is not MISSING
+    return not (has_name or isinstance(value, (*_OPAQUE, *ATOMS)))
 
 
 def _is_atom(value: Any) -> bool:
@@ -616,7 +619,7 @@ def _is_bound(value: Any) -> bool:
 
 
 def _is_torch_object(value: Any) -> bool:  # such as a GradScaler
-    return type(value).__module__.startswith("torch.") and hasattr(value, "__dict__")
+    return type(value).__module__.startswith("torch.") and own(value, "__dict__") is not MISSING
 
 
 def _is_users(value: Any) -> bool:

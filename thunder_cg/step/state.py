@@ -28,6 +28,7 @@ from thunder_cg.compat.torch import (
     has_storage,
     hooks_of,
     is_wrapper,
+    names_of,
     registered_hooks,
     storage_id,
     tensor_guards,
@@ -304,9 +305,7 @@ class StepState:
 
     def tensors_in_holders(self) -> list[Tensor]:
         """What is in containers and objects that the state had, though they may have been replaced since."""
-        return tensors_in(
-            [each if isinstance(each, CONTAINERS) else getattr(each, "__dict__", {}) for each in self._holders]
-        )
+        return tensors_in([each if isinstance(each, CONTAINERS) else names_of(each) for each in self._holders])
 
     def release(self) -> None:
         """Nothing has to be restored any more."""
