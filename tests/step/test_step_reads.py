@@ -924,6 +924,15 @@ def a_method_of_a_package_that_is_replaced():
     return lambda y: layer(y), partial(setattr, nn.Linear, "forward", lambda self, y: y)
 
 
+def a_function_that_a_module_calls():
+    layer = nn.Linear(1, 1)
+    return lambda y: layer(y), partial(setattr, nn.functional, "linear", lambda y, weight, bias: y)
+
+
+def a_method_of_tensors():
+    return lambda y: y.sin(), partial(setattr, torch.Tensor, "sin", torch.cos)
+
+
 def a_variable_of_the_environment():
     return lambda y: y * float(os.getenv("SCALE", "1")), partial(os.environ.__setitem__, "SCALE", "2")
 
@@ -1127,6 +1136,8 @@ FAR = (
     another_method_of_an_object,
     a_function_of_a_package_that_is_replaced,
     a_method_of_a_package_that_is_replaced,
+    a_function_that_a_module_calls,
+    a_method_of_tensors,
     a_variable_of_the_environment,
     a_cache_that_is_cleared,
     what_a_bounded_cache_has,
@@ -1202,6 +1213,8 @@ def test_what_no_name_leads_to(monkeypatch, make):
     monkeypatch.delattr(builtins, "BUILTIN", raising=False)
     monkeypatch.setattr(nn.functional, "softplus", nn.functional.softplus)
     monkeypatch.setattr(nn.Linear, "forward", nn.Linear.forward)
+    monkeypatch.setattr(nn.functional, "linear", nn.functional.linear)
+    monkeypatch.setattr(torch.Tensor, "sin", torch.Tensor.sin)
     monkeypatch.setenv("SCALE", "1")
     step, change = make()
     state = state_of(step)

@@ -84,6 +84,7 @@ _KNOWN_IN_C = {*CONSTANT_PACKAGES, "builtins", "datetime", "functools", "operato
 _KNOWN_IN_C |= {"_abc", "_ctypes", "_struct", "_thread", "typing", "weakref", "zoneinfo"}
 _OPAQUE = types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.CodeType, type
 
+_DEFINE = Tensor, nn.Module, Optimizer, nn.functional
 _Cached = type(lru_cache(len))
 _FUNCTIONS = types.FunctionType, singledispatchmethod, _Cached, partial
 _bases_of = attrgetter("__mro__")
@@ -439,6 +440,14 @@ class Collector:
                 self._add_averages(where, module)
             self._add_attributes(where, attributes, looked_up, (parameters, buffers, modules))
         self.in_compiled = False
+
+    def add_definitions(self) -> None:
+        """What PyTorch's classes define, and its functions that modules call. Somebody may replace one."""
+        for each in _DEFINE:
+            names = dictionary_of(each)
+            self.watched.append(names)
+            found = [(name, Same(value)) for name, value in names.items() if name != "__warningregistry__"]
+            self.facts[f"what {each.__name__} defines"] = Content(found)
 
     def _add_forward(self, kind: type) -> None:
         """What a class of modules runs. Somebody may replace that of a package, too."""

@@ -175,6 +175,7 @@ class StepState:
             collector.add_root(*waiting.pop(0))
             waiting += [found for i, found in collector.roots.items() if i not in seen]
             seen.update(collector.roots)
+        collector.add_definitions()
         for name, hooks in global_hooks():
             collector.facts[name] = len(hooks)
             collector.objections += [f"{name}: PyTorch has a hook for all of them, which runs Python"] * bool(hooks)
