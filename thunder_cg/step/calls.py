@@ -88,6 +88,9 @@ _STEADY = {
     *("types", "typing", "unicodedata", "unittest", "uuid", "warnings", "weakref", "zlib"),
     *("blake2", "collections_abc", "md5", "sha1", "sha2", "sha256", "sha3", "sha512", "sre", "weakrefset"),
 }
+_UNSEEN_THERE = "is not compared before a replay{at}"
+_CALL_BEFORE = "call it outside of the step, and have the step read the result by a name"
+_OUTSIDE = "do that outside of the step"
 _STEADY_FUNCTIONS = {
     *("fspath", "getpid", "getppid", "write", "fsync", "close", "register_at_fork"),  # of posix and nt
     *("exc_info", "exception", "intern", "is_finalizing", "setprofile", "collect", "is_tracked"),  # of sys and gc
@@ -160,63 +163,72 @@ class Calls:
 
     def _note(self, frame: types.FrameType, event: str, called: Any) -> None:
         if event == "call":
-            code = frame.f_code
-            if code.co_name == "__init__" and code.co_argcount:
-                self._new.add(id(frame.f_locals.get(code.co_varnames[0])))
-            self._object_to(frame)
-            if code is _ASKS.__code__ and frame.f_back is not None:
-                self._note_question(frame.f_back)
-            elif code in _ENVIRONMENT and _is_called_by_user(frame):
-                owner = frame.f_locals[code.co_varnames[0]]
-                self.found[id(variables_of), id(owner)] = Called(variables_of, owner)  # type: ignore[arg-type]
-            elif code is ThreadPoolExecutor.submit.__code__ and _is_called_by_user(frame.f_back):
-                problem = f"the step gives work to another thread{_line(frame)}, which is in no graph"
-                self.objection = f"{problem}; do that outside of the step"
-            elif code is random.Random.seed.__code__ and frame.f_locals["a"] is None and _is_called_by_user(frame):
-                problem = f"the step takes a seed from the system{_line(frame)}, and no replay would"
-                self.objection = f"{problem}; make generators of random numbers outside of the step"
-            elif code is logging.Logger.isEnabledFor.__code__ and _is_called_by_user(frame.f_back):
-                self.getters[partial(frame.f_locals["self"].isEnabledFor, frame.f_locals["level"])] = None
-            elif _is_uncompared_code(code, str(frame.f_globals.get("__name__"))) and _is_called_by_user(frame.f_back):
-                self._refuse_uncompared(frame, code.co_name)
-            elif code not in self._foreign:
-                self._note_function(frame, code_before_dynamo(code))
-        elif event == "c_call" and called is is_current_stream_capturing:
-            self._note_question(frame)
-        elif event == "c_call" and called.__name__ in _READS_OF_TENSORS and self._is_of_graph(called.__self__):
-            problem = f"{called.__name__}() reads a tensor on the host{_line(frame, True)}"
-            self.objection = f"{problem}; return the tensor, and read it outside of the step"
-        elif event == "c_call" and called in _UNSTEADY and _is_called_by_user(frame):
-            problem = f"{called.__name__}() returns another value in each call{_line(frame)}, and in no replay"
-            self.objection = f"{problem}; call it outside of the step, and pass a tensor"
-        elif event == "c_call" and called in _STARTS_OF_THREADS and _is_called_by_user(frame):
-            problem = f"the step starts a thread{_line(frame)}, whose work is in no graph"
-            self.objection = f"{problem}; do that outside of the step"
-        elif (
-            event == "c_call"
-            and getattr(called, "__self__", None) is _random.__self__
-            and called.__name__ not in _STATES
-        ):
-            problem = f"the step draws Python's random numbers, or seeds them{_line(frame)}"
-            self.objection = self.objection or f"{problem}, and no replay would; draw with torch on the device"
-        elif event == "c_call" and called is globals and _is_users(frame.f_code, frame.f_globals):
-            problem = f"what globals() gives is not compared before a replay{_line(frame)}"
-            self.objection = f"{problem}; name what the step needs"
-        elif event == "c_call" and _is_uncompared(called) and _is_called_by_user(frame):
-            self._refuse_uncompared(frame, called.__name__)
-        elif event == "c_call" and isinstance(owner := getattr(called, "__self__", None), torch.Generator):
-            self._note_generator(frame, called.__name__)
-        elif event == "c_call" and isinstance(owner, torch.cuda.Event) and called.__name__ == "record":
-            self.events[id(owner)] = owner, _line(frame)
-        elif event == "c_call" and called.__name__.startswith(_GETTERS) and _is_torchs(called):
-            self.getters[called] = None
+            self._note_call(frame, frame.f_code)
+        elif event == "c_call":
+            self._note_call_of_c(frame, called, called.__name__)
         elif event == "c_exception" and isinstance(getattr(called, "__self__", None), torch.Tensor):
             self.raised = self.raised or f"{called.__name__}() raised an error while capturing{_line(frame, True)}"
 
+    def _note_call(self, frame: types.FrameType, code: types.CodeType) -> None:
+        if code.co_name == "__init__" and code.co_argcount:
+            self._new.add(id(frame.f_locals.get(code.co_varnames[0])))
+        self._object_to(frame)
+        if code is _ASKS.__code__ and frame.f_back is not None:
+            self._note_question(frame.f_back)
+        elif code in _ENVIRONMENT and _is_called_by_user(frame):
+            owner = frame.f_locals[code.co_varnames[0]]
+            self.found[id(variables_of), id(owner)] = Called(variables_of, owner)  # type: ignore[arg-type]
+        elif code is ThreadPoolExecutor.submit.__code__ and _is_called_by_user(frame.f_back):
+            self._object(frame, "the step gives work to another thread{at}, which is in no graph", _OUTSIDE)
+        elif code is random.Random.seed.__code__ and frame.f_locals["a"] is None and _is_called_by_user(frame):
+            fix = "make generators of random numbers outside of the step"
+            self._object(frame, "the step takes a seed from the system{at}, and no replay would", fix)
+        elif code is logging.Logger.isEnabledFor.__code__ and _is_called_by_user(frame.f_back):
+            self.getters[partial(frame.f_locals["self"].isEnabledFor, frame.f_locals["level"])] = None
+        elif _is_uncompared_code(code, str(frame.f_globals.get("__name__"))) and _is_called_by_user(frame.f_back):
+            self._object(frame, f"what {code.co_name}() gives {_UNSEEN_THERE}", _CALL_BEFORE, weak=True)
+        elif code not in self._foreign:
+            self._note_function(frame, code_before_dynamo(code))
+
+    def _note_call_of_c(self, frame: types.FrameType, called: Any, name: str) -> None:
+        owner = getattr(called, "__self__", None)
+        if called is is_current_stream_capturing:
+            self._note_question(frame)
+        elif name in _READS_OF_TENSORS and self._is_of_graph(owner):
+            problem = f"{name}() reads a tensor on the host{{at}}"
+            self._object(frame, problem, "return the tensor, and read it outside of the step", code=True)
+        elif called in _UNSTEADY and _is_called_by_user(frame):
+            problem = f"{name}() returns another value in each call{{at}}, and in no replay"
+            self._object(frame, problem, "call it outside of the step, and pass a tensor")
+        elif called in _STARTS_OF_THREADS and _is_called_by_user(frame):
+            self._object(frame, "the step starts a thread{at}, whose work is in no graph", _OUTSIDE)
+        elif owner is _random.__self__ and name not in _STATES:
+            problem = "the step draws Python's random numbers, or seeds them{at}, and no replay would"
+            self._object(frame, problem, "draw with torch on the device", weak=True)
+        elif called is globals and _is_users(frame.f_code, frame.f_globals):
+            self._object(frame, f"what globals() gives {_UNSEEN_THERE}", "name what the step needs")
+        elif _is_uncompared(called) and _is_called_by_user(frame):
+            self._object(frame, f"what {name}() gives {_UNSEEN_THERE}", _CALL_BEFORE, weak=True)
+        elif isinstance(owner, torch.Generator):
+            self._note_generator(frame, name)
+        elif isinstance(owner, torch.cuda.Event) and name == "record":
+            self.events[id(owner)] = owner, _line(frame)
+        elif name.startswith(_GETTERS) and _is_torchs(called):
+            self.getters[called] = None
+
+    def _object(
+        self, frame: types.FrameType, problem: str, fix: str, *, weak: bool = False, code: bool = False
+    ) -> None:
+        """Notes why no replay would be right; ``weak`` if any other reason is better.
+
+        The user's line, with its ``code`` or without, comes in the place of ``{at}``.
+        """
+        if self.objection is None or not weak:
+            self.objection = f"{problem.format(at=_line(frame, code))}; {fix}"
+
     def _object_to(self, frame: types.FrameType, method: str | None = None) -> None:
         if self.objection is None and (found := uncapturable(frame, method)) is not None:
-            problem, fix = found
-            self.objection = f"{problem}{_line(frame)}; {fix}"
+            self._object(frame, f"{found[0]}{{at}}", found[1])
 
     def told_of_collectives(self) -> AbstractContextManager[None]:
         """Inside, the collectives of the thread that is watched are noted."""
@@ -243,8 +255,8 @@ class Calls:
         if is_torchs_own(frame) and isinstance(group := values.get("group"), ProcessGroup):
             self.groups.setdefault(group, []).append(method)
         else:
-            problem = f"it calls a method of a process group itself{_line(frame)}"
-            self.objection = self.objection or f"{problem}; call the function of torch.distributed"
+            fix = "call the function of torch.distributed"
+            self._object(frame, "it calls a method of a process group itself{at}", fix, weak=True)
         self.communicated |= {tensor.data_ptr(): method for tensor in tensors_in(args) if has_storage(tensor)}
         self.written |= dict.fromkeys(map(address_if_any, tensors_in(args[:1])), _line(frame))  # its first argument
 
@@ -254,29 +266,18 @@ class Calls:
 
     def _note_question(self, frame: types.FrameType) -> None:
         """A step that asks whether it is captured may do in its graph what it does not do in Python."""
-        if is_constant(frame.f_code.co_filename):
-            return
-        problem = f"the step asks whether it is captured{_line(frame, True)}"
-        self.objection = f"{problem}; call torch.cuda.is_current_stream_capturing() by this name, which is False there"
-
-    def _refuse_uncompared(self, frame: types.FrameType, name: str) -> None:
-        name, get = (name, "read") if name == "_version" else (f"{name}()", "call")
-        problem = f"what {name} gives is not compared before a replay{_line(frame)}"
-        fix = f"{get} it outside of the step, and have the step read the result by a name"
-        self.objection = self.objection or f"{problem}; {fix}"
+        if not is_constant(frame.f_code.co_filename):
+            fix = "call torch.cuda.is_current_stream_capturing() by this name, which is False there"
+            self._object(frame, "the step asks whether it is captured{at}", fix, code=True)
 
     def _note_generator(self, frame: types.FrameType, method: str) -> None:
-        does = None
-        if method in _SEEDS and not is_restored_by_dynamo(frame):
-            does = "sets"
-        elif method in _READS_OF_SEEDS and _is_called_by_user(frame):
-            does = "reads"
-        if does is not None:
-            problem = f"the step {does} the state of a generator of random numbers{_line(frame)}"
+        sets = method in _SEEDS and not is_restored_by_dynamo(frame)
+        if sets or (method in _READS_OF_SEEDS and _is_called_by_user(frame)):
             fix = "do it outside of the step"
             if _is_called_in(frame, "torch.utils.checkpoint"):
                 fix = "checkpoint with preserve_rng_state=False what draws nothing, or in a function that is compiled"
-            self.objection = f"{problem}, which no replay would do; {fix}"
+            problem = "the step reads or sets the state of a generator of random numbers{at}, which no replay would do"
+            self._object(frame, problem, fix)
 
     def _note_function(self, frame: types.FrameType, code: types.CodeType) -> None:
         self.looks_up_unseen |= code is not frame.f_code
@@ -289,7 +290,7 @@ class Calls:
             return
         self.reads_gradients |= "grad" in code.co_names or "grad" in code.co_consts
         if "_version" in code.co_names or "_version" in code.co_consts:
-            self._refuse_uncompared(frame, "_version")
+            self._object(frame, f"what _version gives {_UNSEEN_THERE}", _CALL_BEFORE.replace("call", "read"), weak=True)
         is_own = code.co_name in ("__init__", *_UNSEEN)  # what it does with an object was seen already
         self.looks_up_unseen |= not is_own and not _UNSEEN.isdisjoint(code.co_names)
         self._inner.update(each for each in code.co_consts if isinstance(each, types.CodeType))
