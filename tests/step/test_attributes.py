@@ -238,6 +238,14 @@ def test_what_a_step_writes_is_a_fact(step_twins, kind, changed):
     assert step.captures == 0 and f"{changed} changed from" in str(explain(step)), explain(step)
 
 
+def test_what_is_in_the_way_is_what_the_step_looks_up(step_twins):
+    """The first call changes something. No step reads its loader, so that is no reason."""
+    step = step_twins.graphed(Counting(step_twins.model()).step)
+    for _ in range(5):
+        step(*step_twins.batch())
+    assert not any(each in reason for reason in step.in_python for each in ("loader", "files")), step.in_python
+
+
 def test_writes_to_other_attributes_collect_nothing(step_twins, monkeypatch):
     trainer = Trainer(step_twins.model())
     step = step_twins.graphed(trainer.step)

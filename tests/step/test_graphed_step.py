@@ -1388,6 +1388,19 @@ def test_what_was_not_used_for_longest_goes_first(step_twins):
     assert step.captures == 3, why(step)
 
 
+def test_graphs_that_are_in_use_stay(step_twins):
+    """Three sizes take turns. To capture each anew for the next one would cost more than it saves."""
+    model = step_twins.compiled(step_twins.model())
+    step = step_twins.graphed(usual_step(model), max_recordings=2)
+    for i in range(24):
+        step(*step_twins.batch(2 + i % 3))
+    assert step.captures == 2 and step.replays >= 10, why(step)
+    assert "all 2 graphs were replayed since the last call of this kind; raise max_recordings" in why(step)
+    for _ in range(4):
+        step(*step_twins.batch(2))
+    assert step.captures == 3, why(step)
+
+
 class Holder(nn.Module):
     """A module that holds the step that trains it."""
 

@@ -9,30 +9,39 @@ import copy
 import cProfile
 import ctypes
 import gc
+import hashlib
 import inspect
 import itertools
+import linecache
 import logging
 import math
+import mmap
 import multiprocessing
 import os
 import queue
 import random
 import re
 import secrets
+import signal
+import sqlite3
+import struct
 import sys
 import threading
 import time
 import uuid
+import warnings
 import weakref
 from abc import ABC
 from collections import OrderedDict, UserList, defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
-from datetime import datetime
+from datetime import datetime, timedelta
 from decimal import Context, Decimal, setcontext
 from enum import Enum
+from fractions import Fraction
 from functools import cached_property, lru_cache, partial, partialmethod, singledispatch
 from importlib import import_module
+from operator import itemgetter
 from types import FunctionType, MappingProxyType, SimpleNamespace
 from typing import ClassVar
 
@@ -248,7 +257,7 @@ def test_a_step_that_sets_the_random_state(step_twins, how):
     step = step_twins.train(make_step(of))
     assert step.captures == 0
     if step_twins.device == "cpu":
-        assert "sets the state of a generator of random numbers, at test_step_reads.py:" in str(explain(step))
+        assert "reads or sets the state of a generator of random numbers, at test_step_reads.py:" in str(explain(step))
 
 
 @pytest.mark.parametrize("read", [lambda: torch.get_rng_state()[0], torch.initial_seed])
@@ -257,7 +266,7 @@ def test_a_step_that_reads_the_random_state(step_twins, read):
     for _ in range(5):
         step(*step_twins.batch())
     assert step.captures == 0
-    assert "reads the state of a generator of random numbers, at test_step_reads.py:" in str(explain(step))
+    assert "reads or sets the state of a generator of random numbers, at test_step_reads.py:" in str(explain(step))
 
 
 class Weighed:
@@ -915,6 +924,15 @@ def a_method_of_a_package_that_is_replaced():
     return lambda y: layer(y), partial(setattr, nn.Linear, "forward", lambda self, y: y)
 
 
+def a_function_that_a_module_calls():
+    layer = nn.Linear(1, 1)
+    return lambda y: layer(y), partial(setattr, nn.functional, "linear", lambda y, weight, bias: y)
+
+
+def a_method_of_tensors():
+    return lambda y: y.sin(), partial(setattr, torch.Tensor, "sin", torch.cos)
+
+
 def a_variable_of_the_environment():
     return lambda y: y * float(os.getenv("SCALE", "1")), partial(os.environ.__setitem__, "SCALE", "2")
 
@@ -1118,6 +1136,8 @@ FAR = (
     another_method_of_an_object,
     a_function_of_a_package_that_is_replaced,
     a_method_of_a_package_that_is_replaced,
+    a_function_that_a_module_calls,
+    a_method_of_tensors,
     a_variable_of_the_environment,
     a_cache_that_is_cleared,
     what_a_bounded_cache_has,
@@ -1193,6 +1213,8 @@ def test_what_no_name_leads_to(monkeypatch, make):
     monkeypatch.delattr(builtins, "BUILTIN", raising=False)
     monkeypatch.setattr(nn.functional, "softplus", nn.functional.softplus)
     monkeypatch.setattr(nn.Linear, "forward", nn.Linear.forward)
+    monkeypatch.setattr(nn.functional, "linear", nn.functional.linear)
+    monkeypatch.setattr(torch.Tensor, "sin", torch.Tensor.sin)
     monkeypatch.setenv("SCALE", "1")
     step, change = make()
     state = state_of(step)
@@ -1269,6 +1291,12 @@ UNCOMPARED = {
     "_getframe": lambda: inspect.currentframe(),
     "get_ident": threading.current_thread,
     "__subclasses__": lambda: Settings.__subclasses__(),
+    "active_count": threading.active_count,
+    "uuid1": uuid.uuid1,
+    "getline": lambda: linecache.getline(__file__, 1),
+    "getsignal": lambda: signal.getsignal(signal.SIGINT),
+    "isenabled": gc.isenabled,
+    "getrecursionlimit": sys.getrecursionlimit,
 }
 
 
@@ -1280,6 +1308,31 @@ def test_what_is_not_compared(name):
     calls.end()
     assert calls.objection is not None
     assert calls.objection.startswith(f"what {name}() gives is not compared before a replay, at test_step_reads.py:")
+
+
+STEADY = (
+    *(lambda: re.sub("a", "b", "a"), lambda: sys.intern("a"), lambda: struct.pack("d", 1.0), lambda: copy.copy([1])),
+    *(lambda: hashlib.sha256(b"a").hexdigest(), lambda: os.fspath("a"), gc.collect),
+    *(lambda: logging.getLogger("a").debug("a"), lambda: datetime(2000, 1, 1).isoformat(), lambda: math.sqrt(2)),
+    lambda: warnings.warn("a", stacklevel=2),
+)
+
+
+@pytest.mark.filterwarnings("ignore:a:UserWarning")
+@pytest.mark.parametrize("call", STEADY)
+def test_what_depends_on_its_arguments_alone(call):
+    calls = Calls()
+    calls.watch()
+    (lambda: call())()
+    calls.end()
+    assert calls.objection is None
+
+
+def test_how_often_a_tensor_was_written_to(step_twins):
+    step = step_twins.graphed(lambda y: y * SCALE * [y][0]._version)
+    for _ in range(3):
+        step(step_twins.batch()[0])
+    assert step.captures == 0 and "what _version gives is not compared before a replay" in str(explain(step))
 
 
 @pytest.mark.parametrize("draw", [random.random, random.Random])
@@ -1298,6 +1351,62 @@ def test_locks(make):
     value = make()
     (objection,) = state_of(lambda y: y * bool(value)).objections
     assert objection == "value is a lock, which no replay would take; take it around the call of the step"
+
+
+class Locked:
+    lock, scale = threading.Lock(), 1.0
+
+
+def test_a_lock_of_a_class(step_twins):
+    def locked(settings, y):
+        with settings.lock:
+            return y * settings.scale
+
+    settings = Locked()
+    steps = [step_twins.graphed(lambda y: locked(settings, y)), step_twins.graphed(lambda y: weigh(settings, y))]
+    for step in (*steps, *steps, *steps, *steps):
+        step(step_twins.batch()[0])
+    assert "lock is a lock, which no replay would take" in str(explain(steps[0])) and steps[0].captures == 0
+    assert steps[1].captures == 1  # it does not take the lock
+
+
+class Mapped(mmap.mmap):
+    scale = 1.0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: mmap.mmap(-1, 1), lambda: Mapped(-1, 1), lambda: sqlite3.connect(":memory:"), lambda: hashlib.sha256(b"")],
+    ids=["mmap", "a class of the user's", "sqlite3", "hashlib"],
+)
+def test_content_that_cannot_be_seen(make):
+    value = make()
+    (objection,) = state_of(lambda y: y * bool(value)).objections
+    assert re.search("value is a .*, whose content is not compared before a replay; read what", objection)
+    (objection,) = state_of(lambda y: y * bool([value][0])).objections
+    assert objection.startswith("value is a ")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(
+            re.compile("a"),
+            datetime(2000, 1, 1),
+            struct.Struct("d"),
+            slice(1),
+            property(len),
+            itemgetter(1),
+            KeyError(),
+        ),
+        *(threading.local(), UserList(), SimpleNamespace(), np.dtype("f4"), Settings(), list[int], ABC),
+        *(torch.Generator(), MappingProxyType({}), Fraction(1, 2), Point(1.0), random.random.__self__, timedelta(1)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_content_that_is_compared_or_constant(value):
+    values = [value]
+    assert not state_of(lambda y: (y, values[0])).objections
 
 
 def test_an_array_of_objects():
@@ -1383,3 +1492,60 @@ def test_tensors_on_several_devices(monkeypatch):
     state = StepState(lambda y: y, {}, "cpu")
     with pytest.raises(CaptureRefused, match="uses tensors on meta and on cpu, and a graph is on one device"):
         state.guard_tensors([torch.ones(1)])
+
+
+class Raising:
+    """Looks up all that it lacks in a dictionary, as the configurations of some do."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, **values):
+        self.values = values
+
+    def __getattr__(self, name):
+        return self.values[name]
+
+
+def test_an_object_that_raises_another_error(step_twins):
+    settings = Raising(scale=1.0)
+
+    def between(i, *_):
+        settings.values["scale"] = 2.0 if 4 <= i < 9 else 1.0
+
+    step = step_twins.train(make_step(lambda y: y * settings.scale), 10, between)
+    assert step.captures == 2, explain(step)
+
+
+def test_functions_that_differ_in_their_defaults():
+    """As those that a loop makes with ``lambda y, settings=settings:``."""
+    settings = [SimpleNamespace(scale=1.0) for _ in range(3)]
+    functions = [lambda y, each=each: y * each.scale for each in settings]
+    state = state_of(lambda y: [function(y) for function in functions])
+    for each in settings:
+        assert state.holds()
+        each.scale = 2.0
+        assert not state.holds()
+        each.scale = 1.0
+
+
+def test_functions_with_other_globals():
+    code = (lambda y: y * SCALE).__code__
+    functions = [FunctionType(code, {"SCALE": 1.0, "__name__": __name__}) for _ in range(3)]
+    state = state_of(lambda y: [function(y) for function in functions])
+    for each in functions:
+        assert state.holds()
+        each.__globals__["SCALE"] = 2.0
+        assert not state.holds()
+        each.__globals__["SCALE"] = 1.0
+
+
+@pytest.mark.parametrize("load", [np.load, np.loadtxt, np.fromfile, np.memmap])
+def test_a_file_that_a_package_reads(load, tmp_path):
+    np.save(tmp_path / "a.npy", np.ones(1))
+    (tmp_path / "a.txt").write_text("1.0")
+    path = tmp_path / ("a.txt" if load is np.loadtxt else "a.npy")
+    calls = Calls()
+    calls.watch()
+    (lambda: load(path))()
+    calls.end()
+    assert calls.objection is not None and "is not compared before a replay, at test_step_reads.py" in calls.objection

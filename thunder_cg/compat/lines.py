@@ -26,7 +26,6 @@ __all__ = [
     "BEFORE_BREAK",
     "PACKAGES",
     "arguments_at",
-    "getframe",
     "is_in_library",
     "is_pythons",
     "is_torchs",
@@ -34,8 +33,6 @@ __all__ = [
     "keep_lines",
     "line_in_trace",
 ]
-
-getframe: Any = sys._getframe
 
 BEFORE_BREAK = "a value from before the graph break"  # which has no name in the user's code
 _copy = BoundSymbol.from_bsym
@@ -72,7 +69,7 @@ def is_torchs(file: str) -> bool:
 
 def is_pythons(file: str) -> bool:
     """Whether a file is of Python's library, and of no package that is installed beside it."""
-    return file.startswith(_PYTHON) and not file.startswith(_PYTHONS_PACKAGES)
+    return file.startswith((_PYTHON, "<frozen")) and not file.startswith(_PYTHONS_PACKAGES)
 
 
 def is_tracers(file: str) -> bool:

@@ -218,7 +218,7 @@ def attribute_guard(values: Sequence[tuple[Any, Mapping[str, Any]]], missing: ob
         is_dictionary = type(value) is dict
         if not is_dictionary:
             _add_guard(guard.add_type_match_guard, id(type(value)))
-        dictionary = value if is_dictionary else getattr(value, "__dict__", None)
+        dictionary = names_of(value) if type(value).__dictoffset__ else None
         inner = guard if is_dictionary else None
         for name, attribute in attributes.items():
             source = f"{i}.{name}"
@@ -227,7 +227,7 @@ def attribute_guard(values: Sequence[tuple[Any, Mapping[str, Any]]], missing: ob
                     _add_guard(guard.add_no_hasattr_guard, name)
                 else:
                     _add_guard(guard.getattr_manager(name, source, attribute, kind).add_id_match_guard, id(attribute))
-            elif dictionary is not None:
+            elif is_dictionary or dictionary is not None:
                 inner = inner or guard.get_generic_dict_manager(f"{i}.__dict__", dictionary, kind)
                 if attribute is missing:
                     _add_guard(inner.add_dict_contains_guard, False, name)
@@ -248,6 +248,15 @@ def dictionary_of(value: type | types.ModuleType) -> dict[str, Any]:
     """The dictionary of a class, which Python shows as a proxy, or of a module."""
     names = vars(value)
     return names if isinstance(names, dict) else gc.get_referents(names)[0]
+
+
+def names_of(value: object) -> dict[str, Any]:
+    """The dictionary of an object, whatever its class does when somebody asks for it; an empty one if it has none."""
+    try:
+        names = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return names if isinstance(names, dict) else {}
 
 
 def variables_of(environ: Any) -> dict[Any, Any]:
@@ -690,7 +699,7 @@ def before_dynamo_compiles(callback: Callable[[], None]) -> Iterator[None]:
 
 def is_compiled_by_dynamo(value: Any) -> bool:
     """Whether a function or a module is what ``torch.compile`` returns, or was compiled in place."""
-    attributes = getattr(value, "__dict__", {})
+    attributes = names_of(value)
     names = ("_torchdynamo_orig_callable", "_orig_mod", "_compiled_call_impl")
     is_module = isinstance(value, torch.nn.Module)
     return any(attributes.get(name) is not None for name in names) or (is_module and "_orig_mod" in value._modules)
@@ -698,7 +707,7 @@ def is_compiled_by_dynamo(value: Any) -> bool:
 
 def function_before_dynamo(value: Any) -> Any:
     """What ``torch.compile`` was given to make a function; None for anything else."""
-    original = getattr(value, "__dict__", {}).get("_torchdynamo_orig_callable")
+    original = names_of(value).get("_torchdynamo_orig_callable")
     if isinstance(original, types.FunctionType) and original.__code__ is _inlined:  # what was given is no function
         return (original.__closure__ or ())[0].cell_contents
     return original

@@ -16,6 +16,7 @@ Note [How lookups are seen]
 
 from __future__ import annotations
 
+import struct
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,10 +27,11 @@ from typing import Any
 
 from torch import nn
 
-from thunder_cg.compat.torch import before_dynamo_compiles, dictionary_of
-from thunder_cg.step.reads import MISSING
+from thunder_cg.compat.torch import before_dynamo_compiles, dictionary_of, names_of
+from thunder_cg.step.reads import MISSING, own
 
 _CHANGEABLE, _IMMUTABLE = 1 << 9, 1 << 8  # flags of a type in CPython: made by a class statement, and frozen
+_POINTER = struct.calcsize("P")  # bytes
 _EVERYTHING = {"__dict__", "__reduce__", "__reduce_ex__", "__getstate__"}
 # Functions that get the dictionary of an object for the one attribute that they were asked for.
 _FOR_ONE = {
@@ -131,14 +133,26 @@ class Attributes:
 
 def own_attributes(value: Any) -> dict[str, Any]:
     """What an object has in its dictionary and its slots, by the names that lookups have."""
-    slots = {name: getattr(value, name, MISSING) for name in slots_of(type(value))}
-    return {name: found for name, found in slots.items() if found is not MISSING} | dict(getattr(value, "__dict__", ()))
+    slots = {name: own(value, name) for name in slots_of(type(value))}
+    return {name: found for name, found in slots.items() if found is not MISSING} | names_of(value)
 
 
 def slots_of(kind: type) -> list[str]:
     """The names of a class's slots. Private ones have the name of the class in front."""
     members = [pair for each in kind.__mro__ for pair in dictionary_of(each).items()]
     return [name for name, each in members if isinstance(each, types.MemberDescriptorType) and name != "__dict__"]
+
+
+def hides_state(kind: type) -> type | None:
+    """The class, or the base of it, whose objects have something in C that is neither an attribute nor a slot."""
+    while (base := kind.__base__) is not None:
+        own = dictionary_of(kind)
+        members = sum(isinstance(each, types.MemberDescriptorType) for each in own.values())
+        named = members + ("__dict__" in own) + ("__weakref__" in own)
+        if kind.__basicsize__ - base.__basicsize__ > named * _POINTER:
+            return kind
+        kind = base
+    return None
 
 
 def _resolved(kind: type, name: str) -> Any:

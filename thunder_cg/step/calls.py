@@ -32,10 +32,11 @@ import sys
 import threading
 import time
 import types
+import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +50,7 @@ from thunder_cg.compat.distributed import (
     told_of_collectives,
     uncapturable,
 )
-from thunder_cg.compat.lines import getframe
+from thunder_cg.compat.lines import is_pythons
 from thunder_cg.compat.torch import code_before_dynamo, has_storage, is_restored_by_dynamo, tensors_in, variables_of
 from thunder_cg.errors import CaptureLater, CaptureRefused
 from thunder_cg.runtime.tensors import address_if_any, is_plain
@@ -68,7 +69,7 @@ _GETTERS = ("_get_", "_is_")  # those without a line in front are in `thread_sta
 _random: Any = random.random  # of the generator of the process
 _UNSEEN = {"__getattribute__", "__setattr__", "__delattr__", "getattr_static"}
 _ASKS: Any = torch.cuda.is_current_stream_capturing
-_WITHOUT_EFFECT = {"logging", "importlib._bootstrap"}  # modules
+_WITHOUT_EFFECT = {"logging", "importlib._bootstrap", "warnings"}  # modules
 # What they return is another value in each call.
 _UNSTEADY = {datetime.date.today, datetime.datetime.today, datetime.datetime.now, datetime.datetime.utcnow, os.urandom}
 _CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
@@ -78,18 +79,33 @@ _STARTS_OF_THREADS = {
     each for each in (getattr(_thread, n, None) for n in ("start_new_thread", "start_joinable_thread")) if each
 }
 # What they return is not compared before a replay, and may be another value in a later call.
-_UNCOMPARED = {eval, exec, __import__, input, open, decimal.getcontext}
-_UNCOMPARED |= {torch.get_num_threads, torch.get_num_interop_threads, _thread.get_ident, _thread.get_native_id}
-_UNCOMPARED |= {getframe, sys.getrecursionlimit, sys.getrefcount, gc.get_count, gc.get_objects, gc.get_referrers}
-_UNCOMPARED |= {*(vars(os)[name] for name in ("cpu_count", "getloadavg", "sched_getaffinity") if hasattr(os, name))}
-_OF_FILES = {"posix", "nt"}  # modules whose functions read files and what the process is
-_NO_READS = {"fspath", "getpid", "getppid", "write", "fsync", "close", "register_at_fork"}
+_UNCOMPARED = {eval, exec, __import__, input, open, decimal.getcontext, _thread.get_ident, _thread.get_native_id}
+_UNCOMPARED |= {torch.get_num_threads, torch.get_num_interop_threads}
+_UNCOMPARED_PYTHON = importlib.import_module, threading.active_count, threading.enumerate, uuid.uuid1
+_UNCOMPARED_CODE = {each.__code__ for each in _UNCOMPARED_PYTHON}
 _ENVIRONMENT = {vars(type(os.environ))[name].__code__ for name in ("__getitem__", "__iter__", "__len__")}
-# Modules that return all of that to their callers.
-_PASS_ON = {"random", "secrets", "uuid", "torch.cuda.random", "torch.random"}
-_PASS_ON |= {"os", "posixpath", "ntpath", "genericpath", "pathlib", "glob", "io", "shutil", "decimal"}
-_PASS_ON |= {"threading", "concurrent.futures.thread", "concurrent.futures._base", "multiprocessing.pool"}
-_PASS_ON |= {"importlib", "inspect", "collections.abc", "torch.serialization"}
+# Modules of Python's library whose other functions depend on their arguments alone, or on what is seen otherwise.
+_STEADY = {
+    *("abc", "argparse", "array", "ast", "base64", "binascii", "bisect", "builtins", "calendar", "cmath", "codecs"),
+    *("collections", "colorsys", "concurrent", "configparser", "contextlib", "contextvars", "copy", "copyreg", "csv"),
+    *("ctypes", "dataclasses", "datetime", "decimal", "difflib", "encodings", "enum", "errno", "fnmatch", "fractions"),
+    *("functools", "genericpath", "glob", "graphlib", "hashlib", "heapq", "hmac", "importlib", "inspect", "io"),
+    *("itertools", "json", "keyword", "logging", "marshal", "math", "multiprocessing", "ntpath", "numbers", "operator"),
+    *("os", "pathlib", "pickle", "posixpath", "pprint", "queue", "random", "re", "reprlib", "secrets", "shutil"),
+    *("stat", "statistics", "string", "struct", "tempfile", "textwrap", "thread", "threading", "time", "traceback"),
+    *("types", "typing", "unicodedata", "unittest", "uuid", "warnings", "weakref", "zlib"),
+    *("blake2", "collections_abc", "md5", "sha1", "sha2", "sha256", "sha3", "sha512", "sre", "weakrefset"),
+}
+_UNSEEN_THERE = "is not compared before a replay{at}"
+_CALL_BEFORE = "call it outside of the step, and have the step read the result by a name"
+_OUTSIDE = "do that outside of the step"
+_STEADY_FUNCTIONS = {
+    *("fspath", "getpid", "getppid", "write", "fsync", "close", "register_at_fork"),  # of posix and nt
+    *("exc_info", "exception", "intern", "is_finalizing", "setprofile", "collect", "is_tracked"),  # of sys and gc
+}
+# Packages that do not pass on what they read of all of this, and modules of PyTorch that do.
+_KEEP = {"torch", "thunder", "thunder_cg", "triton"}
+_PASS_ON = {"torch.cuda.random", "torch.random", "torch.serialization"}
 
 
 class Calls:
@@ -155,65 +171,74 @@ class Calls:
 
     def _note(self, frame: types.FrameType, event: str, called: Any) -> None:
         if event == "call":
-            code = frame.f_code
-            if code.co_name == "__init__" and code.co_argcount:
-                self._new.add(id(frame.f_locals.get(code.co_varnames[0])))
-            self._object_to(frame)
-            if code is _ASKS.__code__ and frame.f_back is not None:
-                self._note_question(frame.f_back)
-            elif code in _ENVIRONMENT and _is_called_by_user(frame):
-                owner = frame.f_locals[code.co_varnames[0]]
-                self.found[id(variables_of), id(owner)] = Called(variables_of, owner)  # type: ignore[arg-type]
-            elif code is ThreadPoolExecutor.submit.__code__ and _is_called_by_user(frame.f_back):
-                problem = f"the step gives work to another thread{_line(frame)}, which is in no graph"
-                self.objection = f"{problem}; do that outside of the step"
-            elif code is random.Random.seed.__code__ and frame.f_locals["a"] is None and _is_called_by_user(frame):
-                problem = f"the step takes a seed from the system{_line(frame)}, and no replay would"
-                self.objection = f"{problem}; make generators of random numbers outside of the step"
-            elif code is logging.Logger.isEnabledFor.__code__ and _is_called_by_user(frame.f_back):
-                self.getters[partial(frame.f_locals["self"].isEnabledFor, frame.f_locals["level"])] = None
-            elif code is importlib.import_module.__code__ and _is_called_by_user(frame):
-                self._refuse_uncompared(frame, "import_module")
-            elif code not in self._foreign:
-                self._note_function(frame, code_before_dynamo(code))
+            self._note_call(frame, frame.f_code)
         elif event == "return" and (found := functional_call(frame)) is not None:
             self._note_functional(frame, *found, tensors_in(called))
-        elif event == "c_call" and called is is_current_stream_capturing:
-            self._note_question(frame)
-        elif event == "c_call" and called.__name__ in _READS_OF_TENSORS and self._is_of_graph(called.__self__):
-            problem = f"{called.__name__}() reads a tensor on the host{_line(frame, True)}"
-            self.objection = f"{problem}; return the tensor, and read it outside of the step"
-        elif event == "c_call" and called in _UNSTEADY and _is_called_by_user(frame):
-            problem = f"{called.__name__}() returns another value in each call{_line(frame)}, and in no replay"
-            self.objection = f"{problem}; call it outside of the step, and pass a tensor"
-        elif event == "c_call" and called in _STARTS_OF_THREADS and _is_called_by_user(frame):
-            problem = f"the step starts a thread{_line(frame)}, whose work is in no graph"
-            self.objection = f"{problem}; do that outside of the step"
-        elif (
-            event == "c_call"
-            and getattr(called, "__self__", None) is _random.__self__
-            and called.__name__ not in _STATES
-        ):
-            problem = f"the step draws Python's random numbers, or seeds them{_line(frame)}"
-            self.objection = self.objection or f"{problem}, and no replay would; draw with torch on the device"
-        elif event == "c_call" and called is globals and _is_users(frame.f_code, frame.f_globals):
-            problem = f"what globals() gives is not compared before a replay{_line(frame)}"
-            self.objection = f"{problem}; name what the step needs"
-        elif event == "c_call" and _is_uncompared(called) and _is_called_by_user(frame):
-            self._refuse_uncompared(frame, called.__name__)
-        elif event == "c_call" and isinstance(owner := getattr(called, "__self__", None), torch.Generator):
-            self._note_generator(frame, called.__name__)
-        elif event == "c_call" and isinstance(owner, torch.cuda.Event) and called.__name__ == "record":
-            self.events[id(owner)] = owner, _line(frame)
-        elif event == "c_call" and called.__name__.startswith(_GETTERS) and _is_torchs(called):
-            self.getters[called] = None
+        elif event == "c_call":
+            self._note_call_of_c(frame, called, called.__name__)
         elif event == "c_exception" and isinstance(getattr(called, "__self__", None), torch.Tensor):
             self.raised = self.raised or f"{called.__name__}() raised an error while capturing{_line(frame, True)}"
 
+    def _note_call(self, frame: types.FrameType, code: types.CodeType) -> None:
+        if code.co_name == "__init__" and code.co_argcount:
+            self._new.add(id(frame.f_locals.get(code.co_varnames[0])))
+        self._object_to(frame)
+        if code is _ASKS.__code__ and frame.f_back is not None:
+            self._note_question(frame.f_back)
+        elif code in _ENVIRONMENT and _is_called_by_user(frame):
+            owner = frame.f_locals[code.co_varnames[0]]
+            self.found[id(variables_of), id(owner)] = Called(variables_of, owner)  # type: ignore[arg-type]
+        elif code is ThreadPoolExecutor.submit.__code__ and _is_called_by_user(frame.f_back):
+            self._object(frame, "the step gives work to another thread{at}, which is in no graph", _OUTSIDE)
+        elif code is random.Random.seed.__code__ and frame.f_locals["a"] is None and _is_called_by_user(frame):
+            fix = "make generators of random numbers outside of the step"
+            self._object(frame, "the step takes a seed from the system{at}, and no replay would", fix)
+        elif code is logging.Logger.isEnabledFor.__code__ and _is_called_by_user(frame.f_back):
+            self.getters[partial(frame.f_locals["self"].isEnabledFor, frame.f_locals["level"])] = None
+        elif _is_uncompared_code(code, str(frame.f_globals.get("__name__"))) and _is_called_by_user(frame.f_back):
+            self._object(frame, f"what {code.co_name}() gives {_UNSEEN_THERE}", _CALL_BEFORE, weak=True)
+        elif code not in self._foreign:
+            self._note_function(frame, code_before_dynamo(code))
+
+    def _note_call_of_c(self, frame: types.FrameType, called: Any, name: str) -> None:
+        owner = getattr(called, "__self__", None)
+        if called is is_current_stream_capturing:
+            self._note_question(frame)
+        elif name in _READS_OF_TENSORS and self._is_of_graph(owner):
+            problem = f"{name}() reads a tensor on the host{{at}}"
+            self._object(frame, problem, "return the tensor, and read it outside of the step", code=True)
+        elif called in _UNSTEADY and _is_called_by_user(frame):
+            problem = f"{name}() returns another value in each call{{at}}, and in no replay"
+            self._object(frame, problem, "call it outside of the step, and pass a tensor")
+        elif called in _STARTS_OF_THREADS and _is_called_by_user(frame):
+            self._object(frame, "the step starts a thread{at}, whose work is in no graph", _OUTSIDE)
+        elif owner is _random.__self__ and name not in _STATES:
+            problem = "the step draws Python's random numbers, or seeds them{at}, and no replay would"
+            self._object(frame, problem, "draw with torch on the device", weak=True)
+        elif called is globals and _is_users(frame.f_code, frame.f_globals):
+            self._object(frame, f"what globals() gives {_UNSEEN_THERE}", "name what the step needs")
+        elif _is_uncompared(called) and _is_called_by_user(frame):
+            self._object(frame, f"what {name}() gives {_UNSEEN_THERE}", _CALL_BEFORE, weak=True)
+        elif isinstance(owner, torch.Generator):
+            self._note_generator(frame, name)
+        elif isinstance(owner, torch.cuda.Event) and name == "record":
+            self.events[id(owner)] = owner, _line(frame)
+        elif name.startswith(_GETTERS) and _is_torchs(called):
+            self.getters[called] = None
+
+    def _object(
+        self, frame: types.FrameType, problem: str, fix: str, *, weak: bool = False, code: bool = False
+    ) -> None:
+        """Notes why no replay would be right; ``weak`` if any other reason is better.
+
+        The user's line, with its ``code`` or without, comes in the place of ``{at}``.
+        """
+        if self.objection is None or not weak:
+            self.objection = f"{problem.format(at=_line(frame, code))}; {fix}"
+
     def _object_to(self, frame: types.FrameType, method: str | None = None) -> None:
         if self.objection is None and (found := uncapturable(frame, method)) is not None:
-            problem, fix = found
-            self.objection = f"{problem}{_line(frame)}; {fix}"
+            self._object(frame, f"{found[0]}{{at}}", found[1])
 
     def told_of_collectives(self) -> AbstractContextManager[None]:
         """Inside, the collectives of the thread that is watched are noted."""
@@ -240,8 +265,8 @@ class Calls:
         if is_torchs_own(frame) and isinstance(group := frame.f_locals.get("group"), ProcessGroup):
             self.groups.setdefault(group, []).append(name)
         else:
-            problem = f"it calls a method of a process group itself{_line(frame)}"
-            self.objection = self.objection or f"{problem}; call the function of torch.distributed"
+            fix = "call the function of torch.distributed"
+            self._object(frame, "it calls a method of a process group itself{at}", fix, weak=True)
         self.communicated |= {tensor.data_ptr(): name for tensor in tensors_in(args) if has_storage(tensor)}
         self.written |= dict.fromkeys(map(address_if_any, tensors_in(args[:1])), _line(frame))  # its first argument
 
@@ -271,28 +296,18 @@ class Calls:
 
     def _note_question(self, frame: types.FrameType) -> None:
         """A step that asks whether it is captured may do in its graph what it does not do in Python."""
-        if is_constant(frame.f_code.co_filename):
-            return
-        problem = f"the step asks whether it is captured{_line(frame, True)}"
-        self.objection = f"{problem}; call torch.cuda.is_current_stream_capturing() by this name, which is False there"
-
-    def _refuse_uncompared(self, frame: types.FrameType, name: str) -> None:
-        problem = f"what {name}() gives is not compared before a replay{_line(frame)}"
-        fix = "call it outside of the step, and have the step read the result by a name"
-        self.objection = self.objection or f"{problem}; {fix}"
+        if not is_constant(frame.f_code.co_filename):
+            fix = "call torch.cuda.is_current_stream_capturing() by this name, which is False there"
+            self._object(frame, "the step asks whether it is captured{at}", fix, code=True)
 
     def _note_generator(self, frame: types.FrameType, method: str) -> None:
-        does = None
-        if method in _SEEDS and not is_restored_by_dynamo(frame):
-            does = "sets"
-        elif method in _READS_OF_SEEDS and _is_called_by_user(frame):
-            does = "reads"
-        if does is not None:
-            problem = f"the step {does} the state of a generator of random numbers{_line(frame)}"
+        sets = method in _SEEDS and not is_restored_by_dynamo(frame)
+        if sets or (method in _READS_OF_SEEDS and _is_called_by_user(frame)):
             fix = "do it outside of the step"
             if _is_called_in(frame, "torch.utils.checkpoint"):
                 fix = "checkpoint with preserve_rng_state=False what draws nothing, or in a function that is compiled"
-            self.objection = f"{problem}, which no replay would do; {fix}"
+            problem = "the step reads or sets the state of a generator of random numbers{at}, which no replay would do"
+            self._object(frame, problem, fix)
 
     def _note_function(self, frame: types.FrameType, code: types.CodeType) -> None:
         self.looks_up_unseen |= code is not frame.f_code
@@ -304,6 +319,8 @@ class Calls:
         if is_installed(code.co_filename) and _logs_or_imports(frame):
             return
         self.reads_gradients |= "grad" in code.co_names or "grad" in code.co_consts
+        if "_version" in code.co_names or "_version" in code.co_consts:
+            self._object(frame, f"what _version gives {_UNSEEN_THERE}", _CALL_BEFORE.replace("call", "read"), weak=True)
         is_own = code.co_name in ("__init__", *_UNSEEN)  # what it does with an object was seen already
         self.looks_up_unseen |= not is_own and not _UNSEEN.isdisjoint(code.co_names)
         self._inner.update(each for each in code.co_consts if isinstance(each, types.CodeType))
@@ -352,15 +369,24 @@ class _Ran(NamedTuple):
 
 def _is_uncompared(called: Any) -> bool:
     """Whether a function of C reads a file, or anything else that is not compared."""
-    owner = getattr(called, "__self__", None)
-    if called.__name__ == "__subclasses__":
-        return True
-    if isinstance(owner, io.IOBase):
-        return bool(called.__name__.startswith("read"))
+    owner, name = getattr(called, "__self__", None), called.__name__
     if isinstance(owner, types.ModuleType):
-        is_of_files = owner.__name__ in _OF_FILES and called.__name__ not in _NO_READS
-        return is_of_files or called in _UNCOMPARED
-    return False
+        is_steady = name in _STEADY_FUNCTIONS or (name != "fromfile" and _is_steady(owner.__name__))  # which is NumPy's
+        return called in _UNCOMPARED or not is_steady
+    return name == "__subclasses__" or (isinstance(owner, io.IOBase) and bool(name.startswith("read")))
+
+
+@cache
+def _is_uncompared_code(code: types.CodeType, module: str) -> bool:
+    """Whether a function of Python's library depends on what is not compared."""
+    return code in _UNCOMPARED_CODE or (is_pythons(code.co_filename) and not _is_steady(module))
+
+
+@cache
+def _is_steady(module: str) -> bool:
+    """Whether a module is none of Python's library, or its functions depend on nothing that changes unseen."""
+    name = module.partition(".")[0]
+    return name not in sys.stdlib_module_names or name.strip("_") in _STEADY
 
 
 def _is_torchs(called: Any) -> bool:
@@ -370,10 +396,14 @@ def _is_torchs(called: Any) -> bool:
 
 
 def _is_called_by_user(frame: types.FrameType | None) -> bool:
-    """Whether the user's code gets what a function that is called in a frame returns, such as from `secrets`."""
-    while frame is not None and frame.f_globals.get("__name__") in _PASS_ON:
+    """Whether the user's code may get what a function that is called in a frame returns, such as from `secrets`."""
+    while frame is not None and (name := str(frame.f_globals.get("__name__"))) not in _WITHOUT_EFFECT:
+        if _is_users(frame.f_code, frame.f_globals):
+            return True
+        if name not in _PASS_ON and name.partition(".")[0] in _KEEP:
+            return False
         frame = frame.f_back
-    return frame is not None and _is_users(frame.f_code, frame.f_globals)
+    return False
 
 
 def _is_users(code: types.CodeType, variables: dict[str, Any], is_others: Callable[[str], bool] = is_installed) -> bool:

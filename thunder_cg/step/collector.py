@@ -52,12 +52,22 @@ from thunder_cg.compat.torch import (
     has_storage,
     hooks_of,
     module_dictionaries,
+    names_of,
     version,
 )
-from thunder_cg.step.attributes import Names, own_attributes, slots_of
+from thunder_cg.step.attributes import Names, hides_state, own_attributes, slots_of
 from thunder_cg.step.facts import ATOMS, Content, Facts, Same, fact_of, is_equal
 from thunder_cg.step.places import Carried, Place, plain_copy
-from thunder_cg.step.reads import MISSING, compiled_modules, is_data, is_installed, is_users, may_change
+from thunder_cg.step.reads import (
+    CONSTANT_PACKAGES,
+    MISSING,
+    compiled_modules,
+    is_data,
+    is_installed,
+    is_users,
+    may_change,
+    own,
+)
 from thunder_cg.step.snapshot import data_of_c
 
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
@@ -69,8 +79,17 @@ _UNREPORTED = object()  # stands for a dictionary to which somebody may write un
 _NAMESPACES = types.SimpleNamespace, argparse.Namespace
 _LOCKS = type(threading.Lock()), type(threading.RLock()), threading.Condition
 _OF_MODULES = ("training", "_parameters", "_buffers", "_modules")  # that each module has in its dictionary
+# Modules and packages whose classes in C are looked at, or constant.
+_KNOWN_IN_C = {*CONSTANT_PACKAGES, "builtins", "datetime", "functools", "operator", "pybind11_builtins", "re", "types"}
+_KNOWN_IN_C |= {"_abc", "_ctypes", "_struct", "_thread", "typing", "weakref", "zoneinfo"}
+_NOT_COMPARED = "is not compared before a replay"
+_DEEP = "are compared before a replay; have the step read it by a name"
+_IMPORT = "import those that the step needs"
+_NEXT = "take the next item outside of the step, and pass it as an argument"
+_PASS = "read what the step needs of it outside of the step, and pass that"
 _OPAQUE = types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.CodeType, type
 
+_DEFINE = Tensor, nn.Module, Optimizer, nn.functional
 _Cached = type(lru_cache(len))
 _FUNCTIONS = types.FunctionType, singledispatchmethod, _Cached, partial
 _bases_of = attrgetter("__mro__")
@@ -132,58 +151,44 @@ class Collector:
             self._add(label, value, depth, places)
 
     def _add(self, label: str, value: Any, depth: int, places: tuple[Place, ...]) -> None:
-        if type(value) in weakref.ProxyTypes:  # which pass for what they refer to
-            self._add_referent(label, value, partial(_proxied, value), depth)
-        elif value is MISSING or isinstance(value, ATOMS):
-            self.facts[label] = fact_of(value)
-            if _is_users_atom(value):
-                self._add_own_attributes(label, value, depth)
-                if not isinstance(value, enum.Enum):
-                    self.add_class(label, value, depth)
-        elif isinstance(value, Tensor):
-            self._add_tensor(label, value, depth)
-            if type(value) is Tensor:
-                self.places[label] = [(place, place.get()) for place in places]
-        elif value is sys.modules:
-            problem = f"{label} leads to all modules, which are not compared before a replay"
-            self.objections.append(f"{problem}; import those that the step needs")
-        elif isinstance(value, (nn.Module, Optimizer)):
-            self.facts[label] = Same(value)
-            self.roots.setdefault(id(value), (label, value))
-        elif depth >= _MAX_DEPTH and (isinstance(value, CONTAINERS) or _is_users(value) or self._is_looked_up(value)):
-            self.facts[label] = Same(value)
-            problem = f"{label} is {depth} levels below what the step reads, and fewer are compared before a replay"
-            self.objections.append(f"{problem}; have the step read it by a name")
-        elif isinstance(value, CONTAINERS):
-            self._add_container(label, value, depth, places)
-        elif isinstance(value, (types.ModuleType, type)):
-            self._add_names(label, value, depth)
-        elif isinstance(value, _FUNCTIONS) or _is_bound(value):
-            self._add_function(label, value, depth)
-        elif isinstance(value, _LOCKS):
-            self.facts[label] = Same(value)
-            problem = f"{label} is a lock, which no replay would take"
-            self.objections.append(f"{problem}; take it around the call of the step")
-        elif (refers_to := _referent_of(value)) is not None:
-            self._add_referent(label, value, refers_to, depth)
-        elif (get := _content_of(value)) is not None:
-            self._add_value(label, value, get)
-        elif isinstance(value, _COLLECTIONS) and value is not os.environ and not _is_users(value):
-            self.facts[label] = Same(value)
-            copied: Any = dict if isinstance(value, Mapping) else list
-            if len(value) <= _MAX_ITEMS:
-                self.values.append((partial(_items_of, value), _items_of(value)))
-            self._add_container(label, value if len(value) > _MAX_ITEMS else copied(value), depth)
-        elif _is_iterator(value):
-            self.facts[label] = Same(value)
-            problem = f"{label} is a {type(value).__name__}, which no replay would advance"
-            self.objections.append(f"{problem}; take the next item outside of the step, and pass it as an argument")
-        elif is_object(value) and depth < _MAX_DEPTH:
-            self._add_object(label, value, depth)
+        add = next(add for is_of, add in _KINDS if is_of(value))
+        if depth >= _MAX_DEPTH and add in _DEEPER and (self._is_compared_whole(value) or _is_users(value)):
+            self._refuse(label, value, f"is {depth} levels below what the step reads, and fewer {_DEEP}")
+        elif isinstance(add, str):
+            self._refuse(label, value, add.format(type(value).__name__))
         else:
-            self.facts[label] = fact_of(value)
+            add(self, label, value, depth, places)
 
-    def _add_function(self, label: str, value: Any, depth: int) -> None:
+    def _refuse(self, label: str, value: Any, problem: str) -> None:
+        self.facts[label] = Same(value)
+        self.objections.append(f"{label} {problem}")
+
+    def _is_compared_whole(self, value: Any) -> bool:
+        """Whether it is a container, or an attribute of an object of its class has been looked up."""
+        return isinstance(value, CONTAINERS) or bool(self._names.get(type(value)))
+
+    def _add_other(self, label: str, value: Any, *_: Any) -> None:
+        self.facts[label] = fact_of(value)
+
+    def _add_atom(self, label: str, value: Any, depth: int, *_: Any) -> None:
+        self.facts[label] = fact_of(value)
+        if _is_users_atom(value):
+            self._add_own_attributes(label, value, depth)
+            if not isinstance(value, enum.Enum):
+                self.add_class(label, value, depth)
+
+    def _add_found_root(self, label: str, value: Any, *_: Any) -> None:
+        self.facts[label] = Same(value)
+        self.roots.setdefault(id(value), (label, value))
+
+    def _add_collection(self, label: str, value: Any, depth: int, *_: Any) -> None:
+        self.facts[label] = Same(value)
+        copied: Any = dict if isinstance(value, Mapping) else list
+        if len(value) <= _MAX_ITEMS:
+            self.values.append((partial(_items_of, value), _items_of(value)))
+        self._add_container(label, value if len(value) > _MAX_ITEMS else copied(value), depth)
+
+    def _add_function(self, label: str, value: Any, depth: int, *_: Any) -> None:
         self.facts[label] = Same(value)
         if isinstance(value, types.FunctionType):
             if not is_installed(value.__code__.co_filename):
@@ -201,8 +206,10 @@ class Collector:
         else:  # a method of C
             self.add(f"{label}.__self__", value.__self__, depth + 1)
 
-    def _add_referent(self, label: str, value: Any, refers_to: Callable[[], Any], depth: int) -> None:
+    def _add_referent(self, label: str, value: Any, depth: int, *_: Any) -> None:
         self.facts[label] = Same(value)
+        refers_to = _referent_of(value)
+        assert refers_to is not None
         referent = refers_to()
         self.values.append((lambda: id(refers_to()), id(referent)))
         self.add(f"what {label} refers to", referent, depth + 1)
@@ -216,10 +223,6 @@ class Collector:
         self.facts[label] = carried.fact
         self.carried[places[-1].key] = label, places[-1], carried.fact
         return True
-
-    def _is_looked_up(self, value: Any) -> bool:
-        """Whether an attribute of an object of this class has been looked up."""
-        return bool(self._names.get(type(value)))
 
     def _add_cached(self, label: str, value: Any, depth: int) -> None:
         """What a function of `lru_cache` has cached: Python does not run for it, so nobody sees what it has read."""
@@ -237,8 +240,10 @@ class Collector:
             for i, result in enumerate(results):
                 self.add(f"what {label} has cached ({i})", result, depth + 1)
 
-    def _add_tensor(self, label: str, tensor: Tensor, depth: int) -> None:
+    def _add_tensor(self, label: str, tensor: Tensor, depth: int, places: tuple[Place, ...]) -> None:
         self.facts[label] = Same(tensor)
+        if type(tensor) is Tensor:
+            self.places[label] = [(place, place.get()) for place in places]
         self._add_own_attributes(label, tensor, depth)
         if tensor.device.type == self._device_type:
             self.tensors.setdefault(id(tensor), tensor)
@@ -259,22 +264,24 @@ class Collector:
 
     def _add_own_attributes(self, label: str, value: Any, depth: int) -> None:
         """Those that somebody has given to a tensor, a function, or a container of a class of its own."""
-        if (attributes := getattr(value, "__dict__", None)) and id(value) not in self._objects:
+        if (attributes := names_of(value)) and id(value) not in self._objects:
             self._objects.add(id(value))
             self.holders.append(attributes)
             self.watched.append(attributes if attribute_writes_are_reported() else _UNREPORTED)
             for name, attribute in attributes.items():
                 self.add(f"{label}.{name}", attribute, depth + 1)
 
-    def _add_value(self, label: str, value: Any, get: Callable[[], Any]) -> None:
+    def _add_value(self, label: str, value: Any, *_: Any) -> None:
+        """See Note [Values that nobody reports]."""
         self.facts[label] = Same(value)
         if (nbytes := getattr(value, "nbytes", 0)) > _MAX_ARRAY:
-            problem = f"{label} is an array of {nbytes:,} bytes, and up to {_MAX_ARRAY:,} are compared before a replay"
-            self.objections.append(f"{problem}; make it a tensor before the step")
+            problem = f"is an array of {nbytes:,} bytes, and up to {_MAX_ARRAY:,} are compared before a replay"
+            self._refuse(label, value, f"{problem}; make it a tensor before the step")
             return
         if getattr(getattr(value, "dtype", None), "hasobject", False):
-            problem = f"{label} is an array of objects, which are not compared before a replay"
-            self.objections.append(f"{problem}; make it a list")
+            self._refuse(label, value, "is an array of objects, which are not compared before a replay; make it a list")
+        get = _content_of(value)
+        assert get is not None
         self._add_content(label, value, get)
 
     def _add_content(self, label: str, value: Any, get: Callable[[], Any]) -> None:
@@ -283,20 +290,20 @@ class Collector:
         self.facts[f"what {label} holds"] = Content(content)
         self.values.append((get, content))
 
-    def _add_object(self, label: str, value: Any, depth: int) -> None:
+    def _add_object(self, label: str, value: Any, depth: int, *_: Any) -> None:
         """See Note [Objects]."""
         self.facts[label] = Same(value)
         is_open, is_torchs = _may_change(value), _is_torch_object(value)
-        if id(value) in self._objects or not (is_open or is_torchs or depth == 0):
+        if id(value) in self._objects or depth >= _MAX_DEPTH or not (is_open or is_torchs or depth == 0):
             return
         self._objects.add(id(value))
         self.holders.append(value)
         self.add_class(label, value, depth)
-        attributes = own_attributes(value) if is_open else dict(getattr(value, "__dict__", {}))
+        attributes = own_attributes(value) if is_open else dict(names_of(value))
         if is_open and (names := self._names_of(value)) is not None:
             attributes = self._only(names, value, attributes)
-        elif hasattr(value, "__dict__"):
-            self._watch(value, vars(value))
+        elif own(value, "__dict__") is not MISSING:
+            self._watch(value, names_of(value))
         for name, attribute in attributes.items():
             if is_open or is_torchs or isinstance(attribute, ATOMS):
                 self.add(f"{label}.{name}", attribute, depth + 1, (Place.of(value, name),))
@@ -335,7 +342,7 @@ class Collector:
         if may_change(type(value)):
             self._add_names(f"type({label})", type(value), depth)
 
-    def _add_names(self, label: str, value: types.ModuleType | type, depth: int) -> None:
+    def _add_names(self, label: str, value: types.ModuleType | type, depth: int, *_: Any) -> None:
         """A class or a module, and what it defines; of a class of a package its data, of a module plain values."""
         self.facts[label] = Same(value)
         if isinstance(value, type) and may_change(value):
@@ -352,7 +359,7 @@ class Collector:
             where = label if each is value else f"{each.__name__} of {label}"
             counts = (lambda _: True) if is_users(each) else is_data if isinstance(each, type) else _is_atom
             for name, member in [*names.items()]:
-                if isinstance(member, _LOCKS):
+                if isinstance(member, _LOCKS) and name not in self._names.get(each, ()):
                     continue  # which others may take; one that the step takes by a name is found by that
                 if isinstance(member, types.FunctionType) if name.startswith("__") else counts(member):
                     self.add(f"{where}.{name}", member, depth + 1)
@@ -423,6 +430,14 @@ class Collector:
             self._add_attributes(where, attributes, looked_up, (parameters, buffers, modules))
         self.in_compiled = False
 
+    def add_definitions(self) -> None:
+        """What PyTorch's classes define, and its functions that modules call. Somebody may replace one."""
+        for each in _DEFINE:
+            names = dictionary_of(each)
+            self.watched.append(names)
+            found = [(name, Same(value)) for name, value in names.items() if name != "__warningregistry__"]
+            self.facts[f"what {each.__name__} defines"] = Content(found)
+
     def _add_forward(self, kind: type) -> None:
         """What a class of modules runs. Somebody may replace that of a package, too."""
         if kind in self._forwards:
@@ -462,6 +477,32 @@ class Collector:
             elif isinstance(hook, BasePruningMethod):
                 fix = "take torch.nn.utils.parametrize with a module that multiplies by the mask instead"
             self.objections.append(f"{where} has a hook{at}, which runs Python in each step; {fix}")
+
+
+def _is(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kinds)
+
+
+# What a value is, and the method that collects its facts, or why no graph would be right. The first one counts.
+_KINDS: Sequence[tuple[Callable[[Any], bool], Any]] = (
+    (lambda value: type(value) in weakref.ProxyTypes, Collector._add_referent),  # it passes for what it refers to
+    (lambda value: value is MISSING or isinstance(value, ATOMS), Collector._add_atom),
+    (_is(Tensor), Collector._add_tensor),
+    (lambda value: value is sys.modules, f"leads to all modules, which are not compared before a replay; {_IMPORT}"),
+    (_is(nn.Module, Optimizer), Collector._add_found_root),
+    (_is(*CONTAINERS), Collector._add_container),
+    (_is(types.ModuleType, type), Collector._add_names),
+    (lambda value: isinstance(value, _FUNCTIONS) or _is_bound(value), Collector._add_function),
+    (_is(*_LOCKS), "is a lock, which no replay would take; take it around the call of the step"),
+    (lambda value: _referent_of(value) is not None, Collector._add_referent),
+    (lambda value: _content_of(value) is not None, Collector._add_value),
+    (lambda value: _is_collection(value), Collector._add_collection),
+    (lambda value: _is_iterator(value), f"is a {{}}, which no replay would advance; {_NEXT}"),
+    (lambda value: _is_opaque(value), f"is a {{}}, whose content {_NOT_COMPARED}; {_PASS}"),
+    (lambda value: is_object(value), Collector._add_object),
+    (lambda _: True, Collector._add_other),
+)
+_DEEPER = {Collector._add_container, Collector._add_collection, Collector._add_object}
 
 
 class Watch:
@@ -544,9 +585,15 @@ def _bytes_of(tensor: Tensor) -> bytes:
 
 def _referent_of(value: Any) -> Callable[[], Any] | None:
     """How to get what a value only refers to."""
+    if type(value) in weakref.ProxyTypes:
+        return partial(_proxied, value)
     if isinstance(value, contextvars.ContextVar):
         return lambda: value.get(None)
     return value if type(value) is weakref.ref else None
+
+
+def _is_collection(value: Any) -> bool:
+    return isinstance(value, _COLLECTIONS) and value is not os.environ and not _is_users(value)
 
 
 def _proxied(proxy: Any) -> Any:
@@ -554,6 +601,14 @@ def _proxied(proxy: Any) -> Any:
         return proxy.__init__.__self__
     except ReferenceError:  # it is gone
         return None
+
+
+def _is_opaque(value: Any) -> bool:
+    """Whether a value may hold anything that is not looked at, in C of Python's library or of a package."""
+    if not is_object(value) or isinstance(value, (io.IOBase, BaseException, random.Random)):
+        return False
+    kind = hides_state(type(value))
+    return kind is not None and kind.__module__.partition(".")[0] not in _KNOWN_IN_C
 
 
 def _is_iterator(value: Any) -> bool:
@@ -574,7 +629,8 @@ def _call_by_key(function: Any, key: Any) -> Any:
 
 def is_object(value: Any) -> bool:
     """Whether a value has attributes that can be looked at: it is no function, class or module."""
-    return not (callable(value) and hasattr(value, "__qualname__")) and not isinstance(value, (*_OPAQUE, *ATOMS))
+    has_name = callable(value) and own(value, "__qualname__") is not MISSING
+    return not (has_name or isinstance(value, (*_OPAQUE, *ATOMS)))
 
 
 def _is_atom(value: Any) -> bool:
@@ -593,7 +649,7 @@ def _is_bound(value: Any) -> bool:
 
 
 def _is_torch_object(value: Any) -> bool:  # such as a GradScaler
-    return type(value).__module__.startswith("torch.") and hasattr(value, "__dict__")
+    return type(value).__module__.startswith("torch.") and own(value, "__dict__") is not MISSING
 
 
 def _is_users(value: Any) -> bool:

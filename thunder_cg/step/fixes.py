@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from thunder_cg.compat.lines import line_in_trace
-from thunder_cg.compat.torch import tensors_in
+from thunder_cg.compat.torch import names_of, tensors_in
 from thunder_cg.runtime.tensors import has_history
 from thunder_cg.step.calls import is_of_package, line_with_code
 from thunder_cg.step.facts import Facts, Same, difference
@@ -110,7 +110,7 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
         return f"; {_OWN_GENERATOR}"
     if change.startswith("what ") and hasattr(owner, "random"):
         return f"; {_RANDOM}"
-    if label.startswith("_Progress."):
+    if label.startswith("_Progress.") or ".optim_step_progress." in label:
         return f"; {_LIGHTNINGS}"
     if not in_step and isinstance(fact := facts.get(label), tuple) and fact[0] is int:
         return f"; {_DECIDES}; or {_IN_PLACE}"
@@ -134,9 +134,9 @@ def fix_of_argument(value: Any) -> str:
         return "pass its tensors, such as dict(batch)"
     if isinstance(value, (list, tuple)):
         return "pass its tensors, such as tuple(batch)"
-    if hasattr(value, "__array__"):
+    if hasattr(type(value), "__array__"):
         return "pass it as a tensor on the device"
-    if is_dataclass(value) or tensors_in(getattr(value, "__dict__", {})):
+    if is_dataclass(value) or tensors_in(names_of(value)):
         return "pass its tensors, such as a dict of them"
     return "have the step read it from outside"
 

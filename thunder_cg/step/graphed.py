@@ -46,6 +46,7 @@ _LOOK_AGAIN = 32  # after so many more calls, at the latest
 _MAX_LAYOUTS = 64  # remembered
 _BEFORE, _AFTER = "before the capture of the step", "after the capture of the step"  # what ranks agree at
 _SHAPE = "the shape of "
+_IN_USE = "graphs were replayed since the last call of this kind; raise max_recordings"
 _FIRST = "the first call of its kind: what the step does is noted"
 
 
@@ -135,6 +136,7 @@ class GraphedStep:
         self._carried: dict[Any, Place] = {}  # by key: see Note [Carried tensors] in places.py
         self._hopeless = ""  # why the calls after that many run in Python
         self._new_layout: Any = None  # the last one
+        self._last_call: dict[Any, int] = {}  # in Python, by layout
         self.calls = self.replays = self.captures = self.raised = 0
         self.in_python: Counter[str] = Counter()
 
@@ -206,6 +208,10 @@ class GraphedStep:
     def _observe(self, call: _Call) -> Any:
         """A call that no recording is for: captures it, if an earlier one did the same, else runs it in Python."""
         layout = call.layout
+        last_call, self._last_call[layout] = self._last_call.get(layout, self.calls), self.calls
+        _forget_oldest(self._last_call)
+        if len(self.recordings) == self._max_recordings and self._oldest().last_call > last_call:
+            return self._run(call, f"all {self._max_recordings} {_IN_USE}")
         refusal = self._refused.get(layout)
         if refusal is not None and self.calls < refusal.next_look:
             return self._run(call, refusal.reason)
@@ -365,10 +371,10 @@ class GraphedStep:
             kept = 0 if self._groups(layout) else self._max_recordings - 1  # ranks may not find the same one
             self._ready[layout] = [ready, *self._ready.pop(layout, ())[:kept]]
             _forget_oldest(self._ready)
-        elif state.objections:  # the cause, maybe, and in the way in any case
+        elif objections := (self._state() if is_new else state).objections:  # the cause, maybe, and in the way anyway
             self.in_python[reason] -= 1
-            self.in_python[state.objections[0]] += 1
-            self._refuse(layout, state.facts, state.objections[0])
+            self.in_python[objections[0]] += 1
+            self._refuse(layout, state.facts, objections[0])
             return result
         else:
             fix = fix_of_moved(moved) if moved else fix_of_change(str(change), state.facts, self._roots, in_step=True)
@@ -401,7 +407,7 @@ class GraphedStep:
         """Captures the step, which runs nothing. `CaptureRefused` or `RanksDiffer` if that cannot be."""
         layout, groups = call.layout, self._groups(call.layout) or []
         while len(self.recordings) >= self._max_recordings:
-            self._discard(min(self.recordings, key=attrgetter("last_call")))
+            self._discard(self._oldest())
         if self.arena is None:
             self._backend.give_back()  # what calls in Python have left in PyTorch's cache, which the pool cannot use
             self.arena = self._arenas.single()
@@ -475,6 +481,10 @@ class GraphedStep:
     def discard_for_budget(self, recording: StepRecording) -> None:
         """Gives the recording up for another one."""
         self._discard(recording)
+
+    def _oldest(self) -> StepRecording:
+        """The recording that was not used for longest."""
+        return min(self.recordings, key=attrgetter("last_call"))
 
     def _discard(self, recording: StepRecording) -> None:
         self.recordings.remove(recording)

@@ -19,9 +19,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from thunder_cg.compat.torch import dictionary_of, has_storage, module_dictionaries, tree_flatten, tree_unflatten
+from thunder_cg.compat.torch import (
+    dictionary_of,
+    has_storage,
+    module_dictionaries,
+    names_of,
+    tree_flatten,
+    tree_unflatten,
+)
 from thunder_cg.runtime.tensors import layout
-from thunder_cg.step.reads import MISSING, Path, content_of_cell, may_change, value_of
+from thunder_cg.step.reads import MISSING, Path, content_of_cell, may_change, own, value_of
 
 _CONTAINERS = (tuple, list, dict)
 _LEAF = tree_flatten(0)[1]
@@ -47,7 +54,7 @@ class Place:
             return cls(next((each for each in module_dictionaries(value) if name in each), value.__dict__), name)
         if isinstance(value, (types.CellType, type, types.ModuleType, dict)) or _is_slot(value, name):
             return cls(value, name)
-        return cls(names if isinstance(names := own(value, "__dict__"), dict) else {}, name)
+        return cls(names_of(value), name)
 
     def get(self) -> Any:
         """The value, or `MISSING`."""
@@ -79,14 +86,6 @@ class Place:
             kind.__delattr__(holder, name)
         else:
             kind.__setattr__(holder, name, value)
-
-
-def own(value: Any, name: str) -> Any:
-    """An attribute as Python looks it up, around what a class or somebody who watches it does about that."""
-    try:
-        return object.__getattribute__(value, name)
-    except AttributeError:
-        return MISSING
 
 
 def plain_copy(value: Any) -> Any:

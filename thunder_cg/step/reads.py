@@ -45,6 +45,7 @@ from thunder_cg.compat.torch import (
     function_before_dynamo,
     is_compiled_by_dynamo,
     module_dictionaries,
+    names_of,
 )
 
 
@@ -69,7 +70,7 @@ _CONSTANT = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
     "<frozen",
 )
-_CONSTANT_PACKAGES = {
+CONSTANT_PACKAGES = {
     *("torch", "cuda", "functorch", "mpmath", "networkx", "numpy", "opt_einsum", "sympy", "torchgen", "triton"),
     *("thunder", "thunder_cg", "nvfuser", "nvfuser_direct", "optree"),
 }
@@ -159,8 +160,7 @@ def reads_of(fn: Callable[..., Any], modules: Iterable[nn.Module] = (), called: 
         for name, value in _bound_by_partial(_compiled_from(next_fn) or next_fn):
             found.setdefault((id(next_fn), name), Read(name, partial(value_of, value, ())))
         function, owner = next_fn if isinstance(next_fn, Called) else _function_of(next_fn)
-        key = function and (function.__code__, id(owner), *map(id, function.__closure__ or ()), in_compiled)
-        if function is None or key in seen:
+        if function is None or (key := (function.__code__, *_outside_of(function, owner), in_compiled)) in seen:
             continue
         seen.add(key)
         of_package = is_installed(function.__code__.co_filename)  # see Note [Packages]
@@ -192,6 +192,12 @@ def reads_of(fn: Callable[..., Any], modules: Iterable[nn.Module] = (), called: 
                 is_constant_name = isinstance(value, (types.ModuleType, type)) and not may_change(value)
                 found.setdefault(place, replace(read, is_code=is_constant_name or _is_function(value)))
     return _with_names(found, compiled)
+
+
+def _outside_of(function: types.FunctionType, owner: Any) -> Iterator[int]:
+    """The identities of what its code reads that another function with the code may have otherwise."""
+    values = function.__globals__, function.__defaults__, function.__kwdefaults__
+    return map(id, (owner, *values, *(function.__closure__ or ())))
 
 
 def _with_names(found: dict[Any, Read], compiled: Set[Any]) -> list[Read]:
@@ -272,7 +278,7 @@ def links_of(path: Path) -> list[tuple[Any, str, Any]] | None:
     for i, name in enumerate(names):
         if isinstance(value, type) or value is MISSING:
             return None
-        own = value if type(value) is dict else getattr(value, "__dict__", {})
+        own = value if type(value) is dict else names_of(value)
         links.append((own if isinstance(value, (dict, types.ModuleType)) else value, name, own.get(name, MISSING)))
         if name not in own and i == 0 and own is value:
             own = builtins_of(own)
@@ -312,7 +318,7 @@ def _compiled_from(value: Any) -> Any:
 
 def _unwrapped(value: Any) -> Any:
     """What a decorator wraps, such as ``torch.no_grad()``, ``torch.compile`` and ``thunder.jit``, if it says so."""
-    own = getattr(value, "__dict__", {})
+    own = names_of(value)
     if isinstance(value, nn.Module) or not isinstance(own.get("__wrapped__"), types.FunctionType):
         return value
     return inspect.unwrap(value)
@@ -348,7 +354,7 @@ def is_constant(filename: str) -> bool:
     """Whether nothing that a source file defines is looked at: see Note [Packages]."""
     package = next((filename.rpartition(each)[2] for each in _PACKAGES if each in filename), None)
     if package is not None:
-        return package.partition(os.sep)[0] in _CONSTANT_PACKAGES
+        return package.partition(os.sep)[0] in CONSTANT_PACKAGES
     return filename.startswith(_CONSTANT)
 
 
@@ -421,7 +427,7 @@ def _property_of(owner: Any, name: str) -> types.FunctionType | None:
         return None
     member = _of_class(owner, name)
     function: Any = member.fget if isinstance(member, property) else None
-    if isinstance(member, cached_property) and name not in getattr(owner, "__dict__", {}):
+    if isinstance(member, cached_property) and name not in names_of(owner):
         function = member.func
     is_open = isinstance(function, types.FunctionType) and not is_constant(function.__code__.co_filename)
     return function if is_open else None
@@ -439,7 +445,7 @@ def _is_computed(owner: Any, name: str) -> bool:
     member = _of_class(owner, name)
     if isinstance(member, partialmethod):  # whose lookup makes a new one
         return True
-    is_own = _has(owner, name) if isinstance(owner, nn.Module) else name in getattr(owner, "__dict__", ())
+    is_own = _has(owner, name) if isinstance(owner, nn.Module) else name in names_of(owner)
     functions = [_of_class(owner, "__getattribute__")]
     if isinstance(member, property):
         functions.append(member.fget)
@@ -502,6 +508,14 @@ def _imported(name: str, variables: dict[str, Any]) -> str | None:
 def _has(module: nn.Module, name: str) -> bool:
     """Whether the module itself has an attribute, and not its class."""
     return any(name in attributes for attributes in module_dictionaries(module))
+
+
+def own(value: Any, name: str) -> Any:
+    """An attribute as Python looks it up, around what a class or somebody who watches it does about that."""
+    try:
+        return object.__getattribute__(value, name)
+    except AttributeError:
+        return MISSING
 
 
 def value_of(value: Any, attributes: tuple[Any, ...]) -> Any:

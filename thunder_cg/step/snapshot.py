@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thunder_cg.compat.torch import default_device_is_set, dictionary_of
+from thunder_cg.compat.torch import default_device_is_set, dictionary_of, names_of
 from thunder_cg.step.attributes import slots_of
-from thunder_cg.step.places import Place, own, places_of, plain_copy
+from thunder_cg.step.places import Place, places_of, plain_copy
 from thunder_cg.step.reads import MISSING, Path, chains, may_change
 
 Undo = Callable[[], object]
@@ -68,8 +68,7 @@ def undos_of(value: Any) -> Iterator[Undo]:
         yield partial(_restore_container, value, plain_copy(value))
     elif (undo := _undo_of_content(value)) is not None:
         yield undo
-    if isinstance(names := own(value, "__dict__"), dict):
-        yield partial(_restore_dictionary, names, names.copy())
+    yield partial(_restore_dictionary, names := names_of(value), names.copy())
     for slot in slots_of(type(value)) if may_change(type(value)) else ():
         place = Place(value, slot)
         yield partial(place.put, place.get())

@@ -28,6 +28,7 @@ from thunder_cg.compat.torch import (
     has_storage,
     hooks_of,
     is_wrapper,
+    names_of,
     registered_hooks,
     storage_id,
     tensor_guards,
@@ -174,6 +175,7 @@ class StepState:
             collector.add_root(*waiting.pop(0))
             waiting += [found for i, found in collector.roots.items() if i not in seen]
             seen.update(collector.roots)
+        collector.add_definitions()
         for name, hooks in global_hooks():
             collector.facts[name] = len(hooks)
             collector.objections += [f"{name}: PyTorch has a hook for all of them, which runs Python"] * bool(hooks)
@@ -304,9 +306,7 @@ class StepState:
 
     def tensors_in_holders(self) -> list[Tensor]:
         """What is in containers and objects that the state had, though they may have been replaced since."""
-        return tensors_in(
-            [each if isinstance(each, CONTAINERS) else getattr(each, "__dict__", {}) for each in self._holders]
-        )
+        return tensors_in([each if isinstance(each, CONTAINERS) else names_of(each) for each in self._holders])
 
     def release(self) -> None:
         """Nothing has to be restored any more."""
