@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+NO_SECOND_DERIVATIVES = (
+    "Thunder has no second derivatives, with and without CUDA graphs, and this backward goes through a gradient that a "
+    "compiled function has computed with create_graph=True; do not compile what is differentiated twice, or detach() "
+    "the gradient if it is meant as a constant"
+)
+
 
 class CudagraphError(Exception):
     """Base of all errors that thunder_cg raises on purpose."""

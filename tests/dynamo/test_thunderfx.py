@@ -373,8 +373,10 @@ def test_options_reach_whom_they_are_for(backend, device):
         (lambda x: torch.norm(x, "nuc"), "gets other gradients"),
         (lambda x: x / torch.dot(x[0], x[1]), "gradient Thunder does not sum"),  # as spectral_norm divides a weight
         (lambda x: x / x.sum().detach(), "gradient Thunder does not sum"),
+        (lambda x: x / x.detach().abs().amax(), "gradient Thunder does not sum"),
+        (lambda x: x - x.mean(), "gradient Thunder does not sum"),
     ],
-    ids=["list", "draws", "norm", "0-dim", "0-dim, detached"],
+    ids=["list", "draws", "norm", "0-dim", "0-dim, detached", "detached, 0-dim", "mean"],
 )
 def test_what_thunder_traces_wrongly_is_left_to_inductor(fn, reason):
     graphed = thunderfx(lambda x: fn(torch.sin(x)), backend="tape")
