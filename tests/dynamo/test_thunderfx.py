@@ -394,6 +394,15 @@ def test_what_thunder_traces_wrongly_is_left_to_inductor(fn, reason):
     assert len(outside(graphed)) == 1 and reason in outside(graphed)[0]
 
 
+def test_a_0_dim_tensor_without_a_gradient_stays_in_thunder():
+    model = torch.nn.Linear(4, 4)
+    graphed = thunderfx(lambda x: (y := model(x)) / y.abs().amax(), backend="tape")
+    with torch.no_grad():
+        for _ in range(3):
+            graphed(torch.randn(2, 4))
+    assert not explain(graphed).outside and replays(graphed) == 2
+
+
 def test_the_line_of_what_is_left_to_inductor_inside_of_a_checkpoint():
     def drops(x):
         return torch.nn.functional.dropout1d(x[None])[0]

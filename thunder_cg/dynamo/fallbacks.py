@@ -286,19 +286,21 @@ def _views_lost_before_writes(graph: Graph) -> Iterator[Node]:
 
 def _is_unsummed(node: Node) -> bool:
     """Whether it makes a 0-dim tensor on the CPU that is combined with a larger one, and for which Thunder computes a
-    gradient, one of `detach` too: see Note [Gradients of CPU scalars] in analysis/gradients.py."""
+    gradient, which it also does for what comes from `detach`: see Note [Gradients of CPU scalars] in
+    analysis/gradients.py."""
     result = example(node)
     if not (isinstance(result, torch.Tensor) and result.dim() == 0 and result.device.type == "cpu"):
         return False
     if not any(tensor.dim() for user in node.users for tensor in tensors_in([example(user)])):
         return False
     makers, seen = [node], set()
-    while makers:
+    while makers and node.op.startswith("call"):
         maker = makers.pop()
-        if requires_grad(example(maker)):
-            return node.op.startswith("call")
+        of_detach = maker.all_input_nodes if operator_name(maker) == "detach" else ()
+        if any(requires_grad(example(each)) for each in (maker, *of_detach)):
+            return True
         seen.add(maker)
-        makers += (each for each in maker.all_input_nodes if each not in seen)
+        makers += (each for each in maker.all_input_nodes if each not in seen and each.op.startswith("call"))
     return False
 
 
