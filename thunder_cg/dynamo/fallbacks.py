@@ -125,7 +125,7 @@ def _objections(graph: Graph, options: dict[str, Any]) -> Callable[[Node], str |
                 return "gets other gradients from Thunder than from PyTorch" + (_INDEX if is_index else _REAL)
             if is_named_in_place(node) and _writes_view(node, result):
                 return "writes in place through a view, whose gradient Thunder loses" + _OUT_OF_PLACE
-        if _is_unsummed(node):
+        if _is_unsummed(node, is_tracked=is_tracked):
             return "returns a 0-dim tensor on the CPU, whose gradient Thunder does not sum" + _WITH_DIMENSION
         function = fallback_of(node)
         if function is not None and shares_memory(lost_views, result):
@@ -284,7 +284,7 @@ def _views_lost_before_writes(graph: Graph) -> Iterator[Node]:
         written += map(example, written_by(node))
 
 
-def _is_unsummed(node: Node) -> bool:
+def _is_unsummed(node: Node, *, is_tracked: bool) -> bool:
     """Whether it makes a 0-dim tensor on the CPU that is combined with a larger one, and for which Thunder computes a
     gradient, which it also does for what comes from `detach`: see Note [Gradients of CPU scalars] in
     analysis/gradients.py."""
@@ -296,8 +296,7 @@ def _is_unsummed(node: Node) -> bool:
     makers, seen = [node], set()
     while makers and node.op.startswith("call"):
         maker = makers.pop()
-        of_detach = maker.all_input_nodes if operator_name(maker) == "detach" else ()
-        if any(requires_grad(example(each)) for each in (maker, *of_detach)):
+        if is_tracked or (operator_name(maker) == "detach" and requires_grad(example(maker.args[0]))):
             return True
         seen.add(maker)
         makers += (each for each in maker.all_input_nodes if each not in seen and each.op.startswith("call"))
