@@ -86,6 +86,15 @@ class ForeignFileError(CudagraphError, FileExistsError, ValueError):
         super().__init__(f"{path} exists, and thunder_cg did not write it; name another file, or remove this one")
 
 
+class FolderError(CudagraphError, OSError, ValueError):
+    """A file is to be written where no folder can be."""
+
+    def __init__(self, path: object, folder: object) -> None:
+        super().__init__(
+            f"{path} cannot be written, as {folder} is no folder, or may not be changed; name another file"
+        )
+
+
 class TransformConflictError(CudagraphError, ValueError):
     """Two of the transforms that Thunder was given capture CUDA graphs."""
 
