@@ -90,9 +90,7 @@ class FolderError(CudagraphError, OSError, ValueError):
     """A file is to be written where no folder can be."""
 
     def __init__(self, path: object, folder: object) -> None:
-        super().__init__(
-            f"{path} cannot be written, as {folder} is no folder, or may not be changed; name another file"
-        )
+        super().__init__(f"{path} cannot be written, as {folder} is no folder that may be changed; name another file")
 
 
 class TransformConflictError(CudagraphError, ValueError):
