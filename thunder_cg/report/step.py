@@ -34,7 +34,7 @@ class StepReport:
 
     @classmethod
     def of(cls, step: GraphedStep) -> StepReport:
-        in_python = dict(_merged(step.in_python).most_common())
+        in_python = dict(_merged(step.in_python, step.fixes).most_common())
         nodes = tuple(recording.graph.counts() for recording in step.recordings)
         counts = step.calls, step.replays, step.captures
         return cls(step.name, *counts, in_python, MemoryReport.of_step(step), nodes, step.raised)
@@ -78,13 +78,15 @@ class StepReport:
         return html.lines(self.lines())
 
 
-def _merged(reasons: Mapping[str, int]) -> Counter[str]:
-    """Reasons that differ only in the values that have changed as one, with the first values."""
+def _merged(reasons: Mapping[str, int], fixes: Mapping[str, str]) -> Counter[str]:
+    """Reasons that differ only in the values that have changed as one, with the first values and what to do."""
     alike: dict[str, list[str]] = {}
     for reason in (each for each, number in reasons.items() if number):
         alike.setdefault(_VALUES.sub("", reason), []).append(reason)
     merged: Counter[str] = Counter()
     for first, *others in alike.values():
-        said = _VALUES.sub(r"\g<0> and later to others", first, count=1) if others else first
+        said = first
+        if others:
+            said = _VALUES.sub(r"\g<0> and later to others", first, count=1) + fixes.get(first, "")
         merged[said] = sum(reasons[each] for each in (first, *others))
     return merged
