@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from thunder_cg.errors import ForeignFileError
+from thunder_cg.errors import FolderError, ForeignFileError
 from thunder_cg.files import MARK, refuse_foreign, replace
+from thunder_cg.tools.bench.results import BenchmarkResults
 
 
 def test_only_files_with_the_mark_are_replaced(tmp_path: Path) -> None:
@@ -26,6 +27,14 @@ def test_only_files_with_the_mark_are_replaced(tmp_path: Path) -> None:
     refuse_foreign(Path(os.devnull))
     replace(Path(os.devnull), "as it is")
     assert not Path(os.devnull).is_file()
+
+
+def test_a_path_where_no_folder_can_be_is_refused_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for check in (refuse_foreign, BenchmarkResults.check_writable):
+        check(tmp_path / "new" / "folder" / "report.json")
+        with pytest.raises(FolderError, match=r"report.json cannot be written, as .*file is no folder"):
+            check(tmp_path / "file" / "new" / "report.json")
 
 
 def test_an_interrupted_write_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from thunder_cg import CaptureError
+from thunder_cg import CaptureError, explain
 
 
 def work(x: torch.Tensor) -> torch.Tensor:
@@ -86,6 +86,12 @@ def test_strict_ops_raises_for_an_eager_op_when_thunder_compiles(transform, devi
     assert replays(whole) == 2
     with FlopCounterMode(display=False), pytest.raises(CaptureError, match="dispatch"):
         whole(x)
+
+
+def test_strict_ops_lets_what_is_too_small_to_gain_run_eagerly(transform, device):
+    jitted = thunder.jit(torch.tanh, transforms=[transform(strict="ops")])
+    jitted(torch.ones(3, device=device))
+    assert explain(jitted).traces[0].counts["eager"] == 1
 
 
 def test_a_function_without_regions_raises_after_its_first_call(transform, device):

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+NO_SECOND_DERIVATIVES = (
+    "Thunder has no second derivatives, with and without CUDA graphs, and this backward goes through a gradient that a "
+    "compiled function has computed with create_graph=True; do not compile what is differentiated twice, or detach() "
+    "the gradient if it is meant as a constant"
+)
+
 
 class CudagraphError(Exception):
     """Base of all errors that thunder_cg raises on purpose."""
@@ -78,6 +84,13 @@ class ForeignFileError(CudagraphError, FileExistsError, ValueError):
 
     def __init__(self, path: object) -> None:
         super().__init__(f"{path} exists, and thunder_cg did not write it; name another file, or remove this one")
+
+
+class FolderError(CudagraphError, OSError, ValueError):
+    """A file is to be written where no folder can be."""
+
+    def __init__(self, path: object, folder: object) -> None:
+        super().__init__(f"{path} cannot be written, as {folder} is no folder that may be changed; name another file")
 
 
 class TransformConflictError(CudagraphError, ValueError):

@@ -7,7 +7,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from thunder_cg.errors import ForeignFileError
+from thunder_cg.errors import FolderError, ForeignFileError
 
 MARK = "written by python -m thunder_cg"  # what a file of ours that is no result file has near its beginning
 _BEGINNING = 2000  # characters that may hold the mark
@@ -18,13 +18,23 @@ def refuse_foreign(path: Path | None, mark: str = MARK) -> None:
 
     Raises:
         ForeignFileError: there is a file without the mark in its first 2,000 characters, or a folder.
+        FolderError: no folder can be there for it.
     """
+    refuse_without_folder(path)
     if path is None or not (path.is_file() or path.is_dir()):  # a pipe or a terminal has nothing to lose
         return
     with suppress(OSError, UnicodeDecodeError), path.open(encoding="utf-8") as file:
         if mark in file.read(_BEGINNING):
             return
     raise ForeignFileError(path)
+
+
+def refuse_without_folder(path: Path | None) -> None:
+    """Checks, before the work, that there is a folder for `path`, or can be one. FolderError otherwise."""
+    if path is not None and not path.exists():
+        folder = next(each for each in path.absolute().parents if each.exists())
+        if not (folder.is_dir() and os.access(folder, os.W_OK)):
+            raise FolderError(path, folder)
 
 
 def replace(path: Path, text: str) -> None:

@@ -155,6 +155,7 @@ class CudagraphTransform(compat.Transform):
         if torch.is_grad_enabled():
             self._warn_of_wrong_gradients(each for each in wrong if each.may_leave_no_backward)
         self._warn_of_what_is_lost(computation_trace, epilogue_trace)
+        compat.end_autocast(computation_trace)
         if not any(map(_changes_prologues, transforms[transforms.index(self) + 1 :])):
             prologue_trace = with_one_check(prologue_trace, self._compiling.static)
         return prologue_trace, computation_trace, epilogue_trace

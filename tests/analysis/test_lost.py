@@ -100,6 +100,21 @@ def test_what_is_lost(kind, line, said, caplog):
     assert "nothing to change" not in str(report)
 
 
+def test_an_autocast_that_thunder_never_ends():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).requires_grad_(False)
+    jmodel = thunder.jit(model, transforms=[cudagraph_transform(backend="tape")])
+    with torch.autocast("cpu", torch.bfloat16):
+        jmodel(torch.ones(2, 4))
+    assert explain(jmodel).differs == ()
+    assert jmodel(torch.ones(3, 4)).dtype is torch.bfloat16  # as uncaptured Thunder
+    (said,) = explain(jmodel).differs
+    assert said.startswith("a cast to bfloat16 at linear.py:") and "though autocast is off now" in said
+    fix = thunderfx(model, backend="tape")
+    with torch.autocast("cpu", torch.bfloat16):
+        fix(torch.ones(2, 4))
+    assert fix(torch.ones(3, 4)).dtype is torch.float32 and explain(fix).differs == ()
+
+
 @pytest.mark.parametrize("kind", [Chooses, Buffers])
 def test_what_the_advice_says_is_not_lost(kind):
     model, twin = kind().requires_grad_(False), kind().requires_grad_(False)

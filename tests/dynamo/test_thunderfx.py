@@ -373,8 +373,10 @@ def test_options_reach_whom_they_are_for(backend, device):
         (lambda x: torch.norm(x, "nuc"), "gets other gradients"),
         (lambda x: x / torch.dot(x[0], x[1]), "gradient Thunder does not sum"),  # as spectral_norm divides a weight
         (lambda x: x / x.sum().detach(), "gradient Thunder does not sum"),
+        (lambda x: x / x.detach().abs().amax(), "gradient Thunder does not sum"),
+        (lambda x: x - x.mean(), "gradient Thunder does not sum"),
     ],
-    ids=["list", "draws", "norm", "0-dim", "0-dim, detached"],
+    ids=["list", "draws", "norm", "0-dim", "0-dim, detached", "detached, 0-dim", "mean"],
 )
 def test_what_thunder_traces_wrongly_is_left_to_inductor(fn, reason):
     graphed = thunderfx(lambda x: fn(torch.sin(x)), backend="tape")
@@ -390,6 +392,15 @@ def test_what_thunder_traces_wrongly_is_left_to_inductor(fn, reason):
         torch.testing.assert_close(found, expected)
         torch.testing.assert_close(x.grad, y.grad)
     assert len(outside(graphed)) == 1 and reason in outside(graphed)[0]
+
+
+def test_a_0_dim_tensor_without_a_gradient_stays_in_thunder():
+    model = torch.nn.Linear(4, 4)
+    graphed = thunderfx(lambda x: (y := model(x)) / y.abs().amax(), backend="tape")
+    with torch.no_grad():
+        for _ in range(3):
+            graphed(torch.randn(2, 4))
+    assert not explain(graphed).outside and replays(graphed) == 2
 
 
 def test_the_line_of_what_is_left_to_inductor_inside_of_a_checkpoint():

@@ -171,6 +171,36 @@ def test_autocast(grad, twins, device):
     assert fast_path_calls(graphed) == 4
 
 
+class HalfCast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        with torch.autocast(x.device.type, enabled=False):
+            z = torch.tanh(self.second(y.float()))
+        return self.first(z) * z
+
+
+def test_a_part_without_autocast_in_a_call_under_autocast(transform, device):
+    """Thunder alone casts there, too, where it differentiates, and raises."""
+    model = HalfCast().to(device)
+    graphed = thunder.jit(model, transforms=[transform()])
+    gradients = []
+    for step in range(6):
+        torch.manual_seed(step // 2)
+        x = torch.randn(2, 4, device=device)
+        model.zero_grad()
+        with torch.autocast(device, torch.bfloat16):
+            result = (model if step % 2 else graphed)(x)
+        result.sum().backward()
+        gradients.append([result.detach(), *(p.grad.clone() for p in model.parameters())])
+    for found, expected in zip(gradients[::2], gradients[1::2], strict=True):
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+    assert fast_path_calls(graphed) == 1
+
+
 class Halving(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))

@@ -164,6 +164,14 @@ def test_advice_for_bincount_holds_in_training(compiles):
         (reads, {}, {}, "keep the value on the device as a 0-dim tensor", lambda x: x * x.sum(), {}),
         (makes, {}, {}, "make the tensor once, outside of the compiled function", lambda x: x + OUTSIDE, {}),
         (makes, {}, {}, "or with torch.full or torch.arange", lambda x: x + torch.arange(1, 3, dtype=x.dtype), {}),
+        (
+            lambda x: x + torch.nn.functional.one_hot(x.long(), 2).sum(0),
+            {},
+            {},
+            "(x[..., None] == torch.arange(n, device=x.device)).long() for one_hot(x, n)",
+            lambda x: x + (x.long()[..., None] == torch.arange(2, device=x.device)).long().sum(0),
+            {},
+        ),
         (unknown, {}, {}, "the same kernels for the same shapes, cudagraph_transform(allow=", None, {}),
         (torch.sin, {}, {"deny": ["torch.sin"]}, "remove 'torch.sin' from deny=", None, {}),
         (
@@ -175,7 +183,7 @@ def test_advice_for_bincount_holds_in_training(compiles):
             {},
         ),
     ],
-    ids=["item", "tensor", "tensor-full", "unknown", "denied", "symbolic"],
+    ids=["item", "tensor", "tensor-full", "one_hot", "unknown", "denied", "symbolic"],
 )
 def test_advice(transform, backend, fn, jit, options, advice, better, better_jit):
     if backend == "cuda":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import thunder
 import torch
@@ -9,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from thunder_cg import explain
-from thunder_cg.report import InputReport, Report, units
+from thunder_cg.report import InputReport, Report, text, units
 
 
 class Net(nn.Module):
@@ -56,6 +58,14 @@ def test_an_entry_says_what_it_was_compiled_for(net, x):
     assert said[0].startswith(start) and ", captures took " in said[0]
     assert "; eval mode, gradients disabled, autocast to bfloat16; compiled in" in said[1] and "took" not in said[1]
     assert said[0] in report._repr_html_()
+
+
+def test_a_warm_up_in_which_fusions_compile_says_how_long_it_took(net, x):
+    net(x).sum().backward()
+    forward, backward = explain(net).traces
+    assert 0 < forward.warm_up_seconds < 60 and 0 < backward.warm_up_seconds < 60
+    assert "1 warm-up that took 17.9 s" in text.calls(replace(forward, warm_up_seconds=17.93))
+    assert "took" not in text.calls(replace(forward, warm_up_seconds=0.3))
 
 
 def test_the_next_call_captures_where_one_was_warmed_up(net, x):

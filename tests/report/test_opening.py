@@ -73,6 +73,15 @@ def test_headline_says_what_ran(backend, device) -> None:
     assert lines()[1] in explain(model)._repr_html_() and "nothing to change" not in str(explain(model))
 
 
+def test_a_name_that_no_operator_has_is_something_to_change(transform, device) -> None:
+    compiled = thunder.jit(lambda x: torch.tanh(x) * 2, transforms=[transform(deny=["torch.sin"])])
+    for _ in range(3):
+        compiled(torch.ones(2, device=device))
+    said = str(explain(compiled))
+    assert "1 of 3 calls replayed" in said and "deny= names 'torch.sin', and no operator" in said
+    assert "nothing to change" not in said
+
+
 def test_a_call_whose_replay_raises_is_counted(backend, device, transform, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the fast paths, in Thunder's dispatch, in a backward, and in the first replay of a capture."""
     raises: list[int] = []  # which replays from now on do

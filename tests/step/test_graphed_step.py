@@ -427,6 +427,7 @@ def test_a_learning_rate_that_changes_in_each_step_is_said(step_twins):
     report = explain(step)
     (merged,) = (reason for reason in report.in_python if " and later to others (see " in reason)
     assert report.in_python[merged] > 2 and merged.count(" changed from ") == 1
+    assert "; make the learning rate a tensor on the device" in merged
     assert sum("'lr'] changed" in line for line in report.lines()) == 2, "and in each step, once it is known"
 
 

@@ -55,8 +55,13 @@ def root_causes(ops: Ops, plan: Plan, aliasing: Aliasing) -> tuple[RootCause, ..
 
 
 def refuse_eager_ops(ops: Ops, plan: Plan, aliasing: Aliasing) -> None:
-    """For ``strict="ops"``. Raises `CaptureError` for the first root cause of ops that run eagerly."""
+    """For ``strict="ops"``. Raises `CaptureError` for the first root cause of ops that run eagerly.
+
+    Not for ops whose region is too small to gain: nothing has to change.
+    """
     for cause in root_causes(ops, plan, aliasing)[:1]:
+        if plan.verdicts[cause.ops[0]].reason is Reason.TOO_SMALL:
+            continue
         total = len(_eager(ops, plan))
         more = f", which makes {cause.eager_ops} of {total} eager ops so" if total > 1 else ""
         problem = f"runs eagerly{more}: {cause.reason} ({cause.detail})"

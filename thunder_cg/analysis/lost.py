@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from thunder_cg.analysis.ops import Ops, names_in
 from thunder_cg.analysis.sources import Stacks, line_behind, users
-from thunder_cg.compat.thunder import Change, TraceCtx, is_guess
+from thunder_cg.compat.thunder import Change, TraceCtx, is_guess, leftover_autocast
 
 _READ = (
     "reads a number that no operator uses, and Thunder runs Python only while it traces, without the number; to log a "
@@ -45,8 +45,15 @@ _HOOKS = (
 )
 
 
+_CAST = (
+    "as an earlier call under autocast did, though autocast is off now: Thunder never ends it; compile with "
+    "thunder_cg.thunderfx, which does, or compile the model once more for calls without autocast"
+)
+
+
 def lost(trace: TraceCtx, read: Callable[[TraceCtx], Ops]) -> Iterator[str]:
-    """Of a trace before Thunder transforms it: the reads whose number no operator gets, and the branches on numbers.
+    """Of a trace before Thunder transforms it: the reads whose number no operator gets, the branches on numbers, and
+    that autocast is on which the user has left.
 
     Args:
         read: reads the trace, if there is something to say.
@@ -55,10 +62,13 @@ def lost(trace: TraceCtx, read: Callable[[TraceCtx], Ops]) -> Iterator[str]:
     numbers = names_in([symbol.output for symbol in symbols if symbol.sym.name == "item"])
     unused = numbers - names_in([(symbol.args, symbol.kwargs) for symbol in symbols]) if numbers else frozenset()
     guesses = names_in([symbol.output for symbol in symbols if is_guess(symbol)])
-    if not (unused or guesses):
+    cast = leftover_autocast(trace)
+    if not (unused or guesses or cast):
         return
     ops = read(trace)
     for op in ops.ops:
+        if cast is not None and op.symbol is cast[0]:
+            yield f"a cast to {str(cast[1]).removeprefix('torch.')} {ops.place(op)} is made, {_CAST}"
         if not unused.isdisjoint(op.outputs):
             yield f"Tensor.item {ops.place(op)} {_READ}"
         if not guesses.isdisjoint(op.outputs):

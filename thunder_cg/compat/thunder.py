@@ -94,6 +94,7 @@ from thunder.torch import (
     to as torch_to,
     where as torch_where,
 )
+from thunder.transforms.autocast import autocast_impls
 from torch.utils import _pytree as torch_pytree
 
 from thunder_cg.compat.torch import library_names
@@ -170,6 +171,32 @@ def compilation_began() -> float:
     """When Thunder began the compilation that runs on this thread, in seconds of ``time.perf_counter``; now if none."""
     _, stats = _compile_data.get()
     return float(stats.last_trace_tracing_start) / 1e9 if stats is not None else time.perf_counter()
+
+
+def leftover_autocast(trace: TraceCtx) -> tuple[BoundSymbol, torch.dtype] | None:
+    """The first cast of autocast that an earlier call was under, and its dtype: Thunder (0.2.6) never ends that one.
+
+    Casts of Thunder's own are no operators of PyTorch's. Those of an autocast inside of the function count, too.
+    """
+    kept = get_compile_data().autocast_stack.get_dtype_for_device_if_enabled
+    left = {kind: dtype for kind in ("cpu", "cuda") if not torch.is_autocast_enabled(kind) and (dtype := kept(kind))}
+    for symbol in trace.bound_symbols if left else ():
+        made = symbol.output if symbol.sym.id is PrimIDs.CONVERT_ELEMENT_TYPE else None
+        if isinstance(made, TensorProxy) and left.get(made.device.type) == made.dtype:
+            return symbol, to_torch_dtype(made.dtype)
+    return None
+
+
+def end_autocast(trace: TraceCtx) -> None:
+    """Ends the autocast around a call if operators in the trace, in which all is cast by now, are not to be cast.
+
+    Thunder (0.2.6) would cast those, too, where it differentiates them, and raise.
+    """
+    stack = get_compile_data().autocast_stack
+    candidates = (s for s in trace.bound_symbols if s.sym.id in autocast_impls) if not stack.is_empty() else ()
+    tensors = (proxy for symbol in candidates for proxy in symbol.flat_proxy_args if isinstance(proxy, TensorProxy))
+    if any(tensor.dtype == dtypes.float32 for tensor in tensors):
+        stack.stack.clear()
 
 
 def compiled_entries() -> Sequence[CacheEntry]:

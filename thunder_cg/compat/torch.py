@@ -426,6 +426,15 @@ def function_apply(function: type[torch.autograd.Function]) -> Callable[..., Any
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
+def raising_if_differentiated(
+    gradients: Sequence[torch.Tensor | None], message: str
+) -> tuple[torch.Tensor | None, ...]:
+    """The same gradients, with a node of autograd that raises RuntimeError in a backward through them."""
+    leaves = [each if each is None else each.detach().requires_grad_() for each in gradients]
+    found = torch._C._functions.DelayedError(message.encode(), len(leaves))(*leaves)  # type: ignore[arg-type]
+    return found if isinstance(found, tuple) else (found,)
+
+
 def has_accumulate_hooks(leaf: torch.Tensor) -> bool:
     """Whether hooks wait for the gradient of the leaf, or for its accumulation."""
     return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)

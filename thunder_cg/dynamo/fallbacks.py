@@ -58,6 +58,7 @@ _OUT_OF_PLACE = "; compute a new tensor, as x = x * 2 for x.mul_(2)"
 _NO_TRANSFORM = "; write it without the transform, as x.sum(-1) for torch.vmap(torch.sum)(x)"
 _FEW_KERNELS = "; nothing has to change: the layer is a few large kernels, which no fusion makes faster"
 _OF_PYTORCH = "; call PyTorch's function of that name"
+_WITH_DIMENSION = "; give it a dimension, as with keepdim=True, or use a GPU"
 _OTHERS = "; use other operators, or call it outside of the compiled function"
 _REAL = "; compute with the real and the imaginary part as two tensors"
 _INDEX = "; take torch.where, x.scatter(dim, index, source) or x.index_copy(dim, index, source)"
@@ -124,6 +125,8 @@ def _objections(graph: Graph, options: dict[str, Any]) -> Callable[[Node], str |
                 return "gets other gradients from Thunder than from PyTorch" + (_INDEX if is_index else _REAL)
             if is_named_in_place(node) and _writes_view(node, result):
                 return "writes in place through a view, whose gradient Thunder loses" + _OUT_OF_PLACE
+        if _is_unsummed(node, is_tracked=is_tracked):
+            return "returns a 0-dim tensor on the CPU, whose gradient Thunder does not sum" + _WITH_DIMENSION
         function = fallback_of(node)
         if function is not None and shares_memory(lost_views, result):
             return (
@@ -221,7 +224,7 @@ def objection_to_fallback(node: Node, function: Callable[..., Any]) -> str | Non
         return "takes a list of tensors, whose gradients Thunder's fallback for it loses" + _OTHERS
     if returns_cpu_scalar(node):
         problem = "returns a 0-dim tensor on the CPU, whose gradient Thunder does not sum and its fallback refuses"
-        return f"{problem}; give it a dimension, as with keepdim=True, or use a GPU"
+        return problem + _WITH_DIMENSION
     try:
         if depends_on_autocast(node, function):
             problem = "computes in another dtype under autocast, which Thunder's fallback for it does not see"
@@ -273,6 +276,25 @@ def _views_lost_before_writes(graph: Graph) -> Iterator[Node]:
             if shares_memory(written, result) and shares_memory(example(node.all_input_nodes), result):
                 yield node
         written += map(example, written_by(node))
+
+
+def _is_unsummed(node: Node, *, is_tracked: bool) -> bool:
+    """Whether it makes a 0-dim tensor on the CPU that is combined with a larger one, and for which Thunder computes a
+    gradient, which it also does for what comes from `detach`: see Note [Gradients of CPU scalars] in
+    analysis/gradients.py."""
+    result = example(node)
+    if not (isinstance(result, torch.Tensor) and result.dim() == 0 and result.device.type == "cpu"):
+        return False
+    if not any(tensor.dim() for user in node.users for tensor in tensors_in([example(user)])):
+        return False
+    makers, seen = [node], set()
+    while makers and node.op.startswith("call"):
+        maker = makers.pop()
+        if is_tracked or (operator_name(maker) == "detach" and requires_grad(example(maker.args[0]))):
+            return True
+        seen.add(maker)
+        makers += (each for each in maker.all_input_nodes if each not in seen and each.op.startswith("call"))
+    return False
 
 
 def returns_cpu_scalar(node: Node) -> bool:

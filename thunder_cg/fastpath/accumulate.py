@@ -55,8 +55,8 @@ def _registered() -> int:
     return RemovableHandle.next_id - _own
 
 
-def register_own(register: Callable[[Callable[..., None]], RemovableHandle], hook: Callable[..., None]) -> Any:
-    """Registers a hook that changes nothing, so that those of others are counted right."""
+def register_own(register: Callable[[Callable[..., Any]], RemovableHandle], hook: Callable[..., Any]) -> Any:
+    """Registers a hook of this package, so that those of others are counted right."""
     global _own
     _own += 1
     return register(hook)

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from thunder_cg.analysis.undefined import undefined_too
 from thunder_cg.compat.thunder import CollectionProxy, PrimIDs, Proxy, TraceCtx
@@ -22,8 +21,9 @@ from thunder_cg.compat.torch import (
     backward_keeps_graph,
     function_apply,
     functorch_is_active,
+    raising_if_differentiated,
 )
-from thunder_cg.errors import ReplayRefused
+from thunder_cg.errors import NO_SECOND_DERIVATIVES, ReplayRefused
 from thunder_cg.fastpath.accumulate import Accumulators, Keeper
 from thunder_cg.fastpath.compiled import CallResult, Compiled, MetadataGuard, OnlyRegion, names_of, results_of_region
 from thunder_cg.fastpath.guard import PrologueGuard
@@ -262,9 +262,9 @@ class ThunderOutputFunction(torch.autograd.Function):
         before it goes on, and accumulates gradients before all else. So ours runs there, too.
 
     Note [Second derivatives]
-        Thunder's backward cannot be differentiated. With one node for a call (thunderfx), Thunder marks it as
-        ``once_differentiable``: a second backward raises. With two nodes (thunder.jit), Thunder hides the gradients of
-        the outputs from autograd, and what the backward returns are constants. Fast paths do the same.
+        Thunder's backward cannot be differentiated. Where Thunder's own nodes return constants, the gradient of a
+        gradient would be zero without a word, so a backward through what ours return, and through what Thunder's
+        return for a captured function, raises (`undefined.py:connect`).
     """
 
     @staticmethod
@@ -274,11 +274,11 @@ class ThunderOutputFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Any, *gradients: Any) -> Any:
-        return _run_backward(ctx, gradients, in_bulk=not torch.is_grad_enabled())
+        return _run_backward(ctx, gradients)
 
 
 class ThunderFunction(ThunderOutputFunction):
-    """The same for ``thunderfx_disable_split_autograd``: see both notes above."""
+    """The same for ``thunderfx_disable_split_autograd``: see the notes above."""
 
     @staticmethod
     def forward(ctx: Any, node: NodeState, passed: list[Any], outputs: list[Any], constant: list[int], *_: Any) -> Any:
@@ -287,9 +287,7 @@ class ThunderFunction(ThunderOutputFunction):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        if torch.is_grad_enabled():
-            return _run_backward_once(ctx, *gradients)
-        return _run_backward(ctx, gradients, in_bulk=True)
+        return _run_backward(ctx, gradients)
 
 
 def _keep(ctx: Any, node: NodeState, passed: list[Any], outputs: list[Any], constant: list[int]) -> None:
@@ -303,12 +301,7 @@ def _keep(ctx: Any, node: NodeState, passed: list[Any], outputs: list[Any], cons
         ctx.mark_non_differentiable(*[outputs[i] for i in constant])
 
 
-@once_differentiable
-def _run_backward_once(ctx: Any, *gradients: Any) -> Any:
-    return _run_backward(ctx, gradients, in_bulk=False)
-
-
-def _run_backward(ctx: Any, gradients: Sequence[Any], *, in_bulk: bool) -> Any:
+def _run_backward(ctx: Any, gradients: Sequence[Any]) -> Any:
     if ctx.node is None:
         ctx.saved_tensors  # noqa: B018  (it raises if the backward has ended)
         raise RuntimeError("this backward has failed, and what its forward saved is gone; run the forward again")
@@ -327,7 +320,9 @@ def _run_backward(ctx: Any, gradients: Sequence[Any], *, in_bulk: bool) -> Any:
         if not backward_keeps_graph():
             ctx.node = None  # half a backward may have overwritten what the other half needs
         raise
-    if in_bulk and not torch.is_anomaly_enabled() and backward.is_alone():
+    if torch.is_grad_enabled():
+        found = raising_if_differentiated(found, NO_SECOND_DERIVATIVES)
+    elif not torch.is_anomaly_enabled() and backward.is_alone():
         found = accumulators.deliver(found, None if are_apart else gradients)
     if not backward_keeps_graph():
         ctx.node = None  # the loss may live on, and must not keep the recording

@@ -1,6 +1,7 @@
 """Thunder's own nodes in autograd's graph, with None for gradients that PyTorch has none of.
 
 Autograd makes zeros of the gradients that it has left undefined before such a node sees them. A hook sees them before.
+Another hook has a backward through the gradients that such a node returns raise: see Note [Second derivatives].
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import torch
 
 from thunder_cg.analysis.undefined import undefined_too
 from thunder_cg.compat.thunder import CacheEntry, connect_to_autograd, connect_with
+from thunder_cg.compat.torch import raising_if_differentiated
+from thunder_cg.errors import NO_SECOND_DERIVATIVES
 from thunder_cg.fastpath.accumulate import register_own
 from thunder_cg.runtime.program import program_of
 
@@ -40,7 +43,7 @@ def connect(entry: CacheEntry, arguments: dict[str, Any]) -> None:
     if looks_for_nan and not arguments["disable_split_autograd"]:
         _warn_of_anomaly_detection()
     program = program_of(entry.backward_traces)
-    if program is None or not program.routes:
+    if program is None:
         connect_to_autograd(**arguments)
         return
     run, routes = arguments["backward_fn"], program.routes
@@ -53,11 +56,19 @@ def connect(entry: CacheEntry, arguments: dict[str, Any]) -> None:
         found: Sequence[Any] = run(saved, gradients)
         return undefined_too(found, routes, defined[0]) if defined and None in defined[0] else found
 
-    connect_to_autograd(**{**arguments, "backward_fn": backward})
+    connect_to_autograd(**{**arguments, "backward_fn": backward if routes else run})
     nodes = (getattr(result, "grad_fn", None) for result in arguments["flat_output"])
     node = next((each for each in nodes if type(each).__name__ in _NODES), None)
-    if node is not None:
+    if node is None:
+        return
+    if routes:
         register_own(node.register_prehook, note)
+    computes = node if arguments["disable_split_autograd"] else node.next_functions[0][0]
+    register_own(computes.register_hook, _refuse_second_derivatives)
+
+
+def _refuse_second_derivatives(gradients: Sequence[Any], _: Sequence[Any]) -> Sequence[Any] | None:
+    return raising_if_differentiated(gradients, NO_SECOND_DERIVATIVES) if torch.is_grad_enabled() else None
 
 
 connect_with(connect)

@@ -211,6 +211,7 @@ def is_complete(report: Report) -> bool:
         or report.differs
         or unsettled(report)
         or report.compile_failures
+        or report.unmatched
         or any(trace.fallbacks for trace in having)
     )
     return not (eager or others) and all(trace.replays and not trace.awaiting_capture for trace in having)

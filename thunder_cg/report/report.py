@@ -108,6 +108,7 @@ class TraceReport:
     fast_path_calls: int = 0  # calls that were checked in C++, and did not go through Thunder's dispatch in Python
     no_fast_path: str | None = None  # why others did not, or why theirs is not the shortest
     warm_ups: int = 0  # of the calls without graphs: the first one with each layout of inputs
+    warm_up_seconds: float = 0.0  # that they took on the host, with what fusions compile in their first run
     remark: str | None = None  # what the user should know besides
     collectives: tuple[CollectiveReport, ...] = ()  # in the order in which the plan runs them
     crossings: tuple[CrossingReport, ...] = ()  # values that go from one step of the plan to another
@@ -354,6 +355,7 @@ def _trace(located: Located, times: Times) -> TraceReport:
         calls=program.calls,
         eager_calls=program.eager_calls,
         warm_ups=program.warm_ups,
+        warm_up_seconds=program.warm_up_seconds,
         fast_path_calls=program.fast_path_calls,
         no_fast_path=program.no_fast_path,
         remark="; ".join(filter(None, [program.remark, taken])) or None,

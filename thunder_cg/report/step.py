@@ -37,7 +37,7 @@ class StepReport:
 
     @classmethod
     def of(cls, step: GraphedStep) -> StepReport:
-        in_python = dict(_merged(step.in_python).most_common())
+        in_python = dict(_merged(step.in_python, step.fixes).most_common())
         nodes = tuple(recording.graph.counts() for recording in step.recordings)
         counts = step.calls, step.replays, step.captures
         said = tuple(tuple(_collectives(recording.communicates)) for recording in step.recordings)
@@ -90,13 +90,15 @@ def _collectives(communicates: Mapping[ProcessGroup, Sequence[str]]) -> Iterator
         yield f"{found} in the group {name_of(group)} of {count(group.size(), 'rank')}"
 
 
-def _merged(reasons: Mapping[str, int]) -> Counter[str]:
-    """Reasons that differ only in the values that have changed as one, with the first values."""
+def _merged(reasons: Mapping[str, int], fixes: Mapping[str, str]) -> Counter[str]:
+    """Reasons that differ only in the values that have changed as one, with the first values and what to do."""
     alike: dict[str, list[str]] = {}
     for reason in (each for each, number in reasons.items() if number):
         alike.setdefault(_VALUES.sub("", reason), []).append(reason)
     merged: Counter[str] = Counter()
     for first, *others in alike.values():
-        said = _VALUES.sub(r"\g<0> and later to others", first, count=1) if others else first
+        said = first
+        if others:
+            said = _VALUES.sub(r"\g<0> and later to others", first, count=1) + fixes.get(first, "")
         merged[said] = sum(reasons[each] for each in (first, *others))
     return merged

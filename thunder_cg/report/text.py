@@ -36,7 +36,8 @@ def calls(trace: TraceReport) -> str:
     if not trace.regions:
         return "nothing in it is captured; the first lines count its calls"
     eager, captures = trace.eager_calls - trace.warm_ups, count(trace.captures, "capture")
-    parts = [f"{trace.replays:,} replayed", *([count(trace.warm_ups, "warm-up")] if trace.warm_ups else [])]
+    took = f" that took {trace.warm_up_seconds:,.1f} s" if trace.warm_up_seconds > 1 else ""  # as fusions compile
+    parts = [f"{trace.replays:,} replayed", *([count(trace.warm_ups, "warm-up") + took] if trace.warm_ups else [])]
     parts += [*([captures] if trace.captures else []), *([f"{eager:,} eager"] if eager else [])]
     said = count(trace.calls, "call") + (f": {', '.join(parts)}" if trace.calls else "")
     if trace.fallbacks:

@@ -75,13 +75,14 @@ class Counts:
     calls: int = 0
     eager_calls: int = 0
     warm_ups: int = 0
+    warm_up_seconds: float = 0.0
     fast_path_calls: int = 0
     remark: str | None = None
     fallbacks: Counter[str] = field(default_factory=Counter)
     regions: Sequence[Stats] = ()
 
 
-_COUNTED = ("calls", "eager_calls", "warm_ups", "fast_path_calls", "remark")
+_COUNTED = ("calls", "eager_calls", "warm_ups", "warm_up_seconds", "fast_path_calls", "remark")
 
 
 class Program:
@@ -111,6 +112,7 @@ class Program:
         self._changes_in_a_row = self._replays_before = 0  # changes since the last replay, and replays at the last one
         self.label = f"{compilation.name}, {trace.kind}"
         self.calls = self.eager_calls = self.warm_ups = 0
+        self.warm_up_seconds = 0.0
         self.fast_path_calls = 0  # calls that went around Thunder's dispatch
         self.no_fast_path: str | None = None  # why none can
         self.routes: Routes = ()  # of a backward
@@ -492,6 +494,7 @@ class Program:
     def _end_trace(self, call: Call) -> None:
         """All regions have run."""
         if call.mode is Mode.WARMUP:
+            self.warm_up_seconds += time.perf_counter() - call.began
             self._warm.add(call.key)
             self.budget.keeps(call)
         elif call.mode is Mode.CAPTURE:

@@ -26,9 +26,8 @@ NO_FORWARD = "something has replaced what the forward saved for this backward, s
 # What changes a reason, where the caller can.
 FIXES = {
     WATCHED: "leave the mode, such as a FlopCounterMode, around the calls that it need not see",
-    RETAINED: "sum the losses and call backward once, without retain_graph=True; leave out create_graph=True, or do "
-    "not compile what is differentiated twice, as Thunder has no second derivatives, with and without graphs: "
-    "gradients are constants, or a backward through them raises",
+    RETAINED: "sum the losses and call backward once, without retain_graph=True; leave out create_graph=True, as "
+    "Thunder has no second derivatives, with and without graphs, and a backward through gradients raises",
     HOOKS: "call torch.utils.checkpoint inside of the compiled function, where Thunder traces it; or give it "
     "use_reentrant=True, which needs an input that requires grad; offload only what is not compiled",
     FORWARD_AD: "call the compiled function outside of torch.func.jvp and torch.autograd.forward_ad",

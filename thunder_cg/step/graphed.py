@@ -139,6 +139,7 @@ class GraphedStep:
         self._last_call: dict[Any, int] = {}  # in Python, by layout
         self.calls = self.replays = self.captures = self.raised = 0
         self.in_python: Counter[str] = Counter()
+        self.fixes: dict[str, str] = {}  # of those reasons that need none where they are true once: "; ..."
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, such as one in a copy of the module that has the step, begins anew."""
@@ -350,6 +351,7 @@ class GraphedStep:
         """Runs a call in Python, and notes whether it leaves the state as it was."""
         layout = call.layout
         reason, fix = self._what_is_new(layout, next(iter(self._ready.get(layout, ())), None), state)
+        self.fixes[reason] = fix
         whole = self._whole_state()
         self._attributes.observe(whole.kinds, whole.compiled_kinds)
         seen = self._attributes.seen

@@ -75,7 +75,10 @@ CONSTANT_PACKAGES = {
     *("thunder", "thunder_cg", "nvfuser", "nvfuser_direct", "optree"),
 }
 _SIMPLE = (bool, int, float, str, type(None), torch.dtype)
-_WITHOUT_SETTINGS = ("torch._dynamo", "torch._inductor", "torch._logging", "torch.autograd.profiler")  # modules
+# Modules. That of handles counts the hooks that were registered; hooks themselves are compared.
+_WITHOUT_SETTINGS = (
+    *("torch._dynamo", "torch._inductor", "torch._logging", "torch.autograd.profiler", "torch.utils.hooks"),
+)
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 _CODE = (
     types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodDescriptorType,

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import thunder
 import torch
 
-from thunder_cg.files import replace
+from thunder_cg.files import refuse_without_folder, replace
 
 FOLDER = Path(__file__).parent / "results"
 """The result files of this release; a wheel has none of them."""
@@ -59,8 +59,9 @@ class MeasuredResults:
         """Checks, before the work, that `write` would not overwrite what somebody else wrote.
 
         Raises:
-            ValueError: there is a file that holds something else.
+            ValueError: there is a file that holds something else, or no folder can be there for it.
         """
+        refuse_without_folder(path)
         if path is not None and (path.is_file() or path.is_dir()):
             cls.read(path)
 

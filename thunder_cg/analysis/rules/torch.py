@@ -73,7 +73,7 @@ _DYNAMIC_SIZE = Cause(Reason.DATA_DEPENDENT,
     "the size of its result depends on what its input holds, so the host must ask the device",
     FIXED_SIZE, _TAGS)
 _CHECKS_CONTENTS = Cause(Reason.DATA_DEPENDENT, "it checks its input's contents on the host",
-    "call a form without the check")
+    "write it with other operators, as (x[..., None] == torch.arange(n, device=x.device)).long() for one_hot(x, n)")
 _SOLVER = Cause(Reason.HOST_SYNC,
     "its solver library is chosen by size and batch, and several of them wait for the device or report errors "
     "through the host",
