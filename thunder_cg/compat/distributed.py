@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ __all__ = [
     "is_alive",
     "is_distributed",
     "is_torchs_own",
+    "may_be_uncapturable",
     "progress",
     "ranks",
     "setting_of_nccl",
@@ -191,6 +192,11 @@ def uncapturable(frame: FrameType, method: str | None = None) -> tuple[str, str]
     if frame.f_code in _CALLS_OF_OPERATORS and str(operator := frame.f_locals["self"]).startswith("_c10d_functional"):
         return f"it calls {operator}, a functional collective", "call that of torch.distributed, or have it compiled"
     return None
+
+
+def may_be_uncapturable(code: CodeType) -> bool:
+    """Whether `uncapturable` has something to say of some frames with this code."""
+    return code is _OF_DDP or code in _OF_OBJECTS or code in _CALLS_OF_OPERATORS
 
 
 def why_not_in_step(module: torch.nn.Module) -> tuple[str, str] | None:

@@ -40,7 +40,14 @@ from typing import Any, NamedTuple
 import torch
 
 from thunder_cg.compat.cuda import is_current_stream_capturing
-from thunder_cg.compat.distributed import ProcessGroup, Work, is_torchs_own, told_of_collectives, uncapturable
+from thunder_cg.compat.distributed import (
+    ProcessGroup,
+    Work,
+    is_torchs_own,
+    may_be_uncapturable,
+    told_of_collectives,
+    uncapturable,
+)
 from thunder_cg.compat.lines import getframe
 from thunder_cg.compat.torch import code_before_dynamo, has_storage, is_restored_by_dynamo, tensors_in, variables_of
 from thunder_cg.errors import CaptureLater, CaptureRefused
@@ -77,6 +84,7 @@ _UNCOMPARED |= {*(vars(os)[name] for name in ("cpu_count", "getloadavg", "sched_
 _OF_FILES = {"posix", "nt"}  # modules whose functions read files and what the process is
 _NO_READS = {"fspath", "getpid", "getppid", "write", "fsync", "close", "register_at_fork"}
 _ENVIRONMENT = {vars(type(os.environ))[name].__code__ for name in ("__getitem__", "__iter__", "__len__")}
+_OF_NO_OBJECT = {types.ModuleType, type, types.NoneType}  # types of what functions of C belong to
 # Modules that return all of that to their callers.
 _PASS_ON = {"random", "secrets", "uuid", "torch.cuda.random", "torch.random"}
 _PASS_ON |= {"os", "posixpath", "ntpath", "genericpath", "pathlib", "glob", "io", "shutil", "decimal"}
@@ -114,7 +122,8 @@ class Calls:
         self.looks_up_unseen = False
         self.getters: dict[Callable[[], Any], None] = {}
         self.of_torch: dict[types.CodeType, dict[str, Any]] = {}
-        self._foreign: set[types.CodeType] = set()
+        self._foreign: dict[int, types.CodeType] = {}  # by identity: to hash a code is slow
+        self._quiet: set[Any] = set()  # codes of those, by identity, and functions of C that tell nothing
         self._inner: set[types.CodeType] = set()  # of functions that are made in the step
         self._new: set[int] = set()  # objects that are made in the step
         self._ran: dict[Any, _Ran] = {}
@@ -123,7 +132,7 @@ class Calls:
         self._undos: list[Undo] = []
         self._thread: int | None = None  # the one that is watched; backwards run on it, too
         self.forget_collectives()
-        self._callback = torch.compiler.disable(self._note)  # Dynamo would compile it
+        self._callback = self._filtered()
 
     def forget_collectives(self) -> None:
         """Before a capture, which may be the second one of a call."""
@@ -145,60 +154,88 @@ class Calls:
         if sys.getprofile() is self._callback:
             sys.setprofile(None)
 
+    def _filtered(self) -> Callable[[types.FrameType, str, Any], None]:
+        """Calls `_note`, not for what is known to tell nothing, which is most, nor for what returns."""
+        quiet, note = self._quiet, torch.compiler.disable(self._note)  # Dynamo would compile it
+
+        def callback(frame: types.FrameType, event: str, called: Any) -> None:
+            if event == "call":
+                if id(frame.f_code) not in quiet:
+                    note(frame, event, called)
+            elif event == "c_exception" or (event == "c_call" and _key(called) not in quiet):
+                note(frame, event, called)
+
+        return torch.compiler.disable(callback, recursive=False)  # what is recursive takes longer than the callback
+
     def _note(self, frame: types.FrameType, event: str, called: Any) -> None:
         if event == "call":
-            code = frame.f_code
-            if code.co_name == "__init__" and code.co_argcount:
-                self._new.add(id(frame.f_locals.get(code.co_varnames[0])))
-            self._object_to(frame)
-            if code is _ASKS.__code__ and frame.f_back is not None:
-                self._note_question(frame.f_back)
-            elif code in _ENVIRONMENT and _is_called_by_user(frame):
+            self._note_call(frame, frame.f_code)
+        elif event == "c_call":
+            self._note_call_of_c(frame, called, getattr(called, "__self__", None))
+        elif isinstance(getattr(called, "__self__", None), torch.Tensor):
+            self.raised = self.raised or f"{called.__name__}() raised an error while capturing{_line(frame, True)}"
+
+    def _note_call(self, frame: types.FrameType, code: types.CodeType) -> None:
+        if code.co_name == "__init__" and code.co_argcount:
+            self._new.add(id(frame.f_locals.get(code.co_varnames[0])))
+        self._object_to(frame)
+        if code is _ASKS.__code__ and frame.f_back is not None:
+            self._note_question(frame.f_back)
+        elif code in _ENVIRONMENT:
+            if _is_called_by_user(frame):
                 owner = frame.f_locals[code.co_varnames[0]]
                 self.found[id(variables_of), id(owner)] = Called(variables_of, owner)  # type: ignore[arg-type]
-            elif code is ThreadPoolExecutor.submit.__code__ and _is_called_by_user(frame.f_back):
+        elif code is ThreadPoolExecutor.submit.__code__:
+            if _is_called_by_user(frame.f_back):
                 problem = f"the step gives work to another thread{_line(frame)}, which is in no graph"
                 self.objection = f"{problem}; do that outside of the step"
-            elif code is random.Random.seed.__code__ and frame.f_locals["a"] is None and _is_called_by_user(frame):
+        elif code is random.Random.seed.__code__:
+            if frame.f_locals["a"] is None and _is_called_by_user(frame):
                 problem = f"the step takes a seed from the system{_line(frame)}, and no replay would"
                 self.objection = f"{problem}; make generators of random numbers outside of the step"
-            elif code is logging.Logger.isEnabledFor.__code__ and _is_called_by_user(frame.f_back):
+        elif code is logging.Logger.isEnabledFor.__code__:
+            if _is_called_by_user(frame.f_back):
                 self.getters[partial(frame.f_locals["self"].isEnabledFor, frame.f_locals["level"])] = None
-            elif code is importlib.import_module.__code__ and _is_called_by_user(frame):
+        elif code is importlib.import_module.__code__:
+            if _is_called_by_user(frame):
                 self._refuse_uncompared(frame, "import_module")
-            elif code not in self._foreign:
-                self._note_function(frame, code_before_dynamo(code))
-        elif event == "c_call" and called is is_current_stream_capturing:
+        elif id(code) not in self._foreign:
+            self._note_function(frame, code_before_dynamo(code))
+
+    def _note_call_of_c(self, frame: types.FrameType, called: Any, owner: Any) -> None:
+        if called is is_current_stream_capturing:
             self._note_question(frame)
-        elif event == "c_call" and called.__name__ in _READS_OF_TENSORS and self._is_of_graph(called.__self__):
-            problem = f"{called.__name__}() reads a tensor on the host{_line(frame, True)}"
-            self.objection = f"{problem}; return the tensor, and read it outside of the step"
-        elif event == "c_call" and called in _UNSTEADY and _is_called_by_user(frame):
-            problem = f"{called.__name__}() returns another value in each call{_line(frame)}, and in no replay"
-            self.objection = f"{problem}; call it outside of the step, and pass a tensor"
-        elif event == "c_call" and called in _STARTS_OF_THREADS and _is_called_by_user(frame):
-            problem = f"the step starts a thread{_line(frame)}, whose work is in no graph"
-            self.objection = f"{problem}; do that outside of the step"
-        elif (
-            event == "c_call"
-            and getattr(called, "__self__", None) is _random.__self__
-            and called.__name__ not in _STATES
-        ):
-            problem = f"the step draws Python's random numbers, or seeds them{_line(frame)}"
-            self.objection = self.objection or f"{problem}, and no replay would; draw with torch on the device"
-        elif event == "c_call" and called is globals and _is_users(frame.f_code, frame.f_globals):
-            problem = f"what globals() gives is not compared before a replay{_line(frame)}"
-            self.objection = f"{problem}; name what the step needs"
-        elif event == "c_call" and _is_uncompared(called) and _is_called_by_user(frame):
-            self._refuse_uncompared(frame, called.__name__)
-        elif event == "c_call" and isinstance(owner := getattr(called, "__self__", None), torch.Generator):
+        elif called.__name__ in _READS_OF_TENSORS:
+            if self._is_of_graph(owner):
+                problem = f"{called.__name__}() reads a tensor on the host{_line(frame, True)}"
+                self.objection = f"{problem}; return the tensor, and read it outside of the step"
+        elif called in _UNSTEADY:
+            if _is_called_by_user(frame):
+                problem = f"{called.__name__}() returns another value in each call{_line(frame)}, and in no replay"
+                self.objection = f"{problem}; call it outside of the step, and pass a tensor"
+        elif called in _STARTS_OF_THREADS:
+            if _is_called_by_user(frame):
+                problem = f"the step starts a thread{_line(frame)}, whose work is in no graph"
+                self.objection = f"{problem}; do that outside of the step"
+        elif type(owner) is type(_random.__self__):
+            if owner is _random.__self__ and called.__name__ not in _STATES:
+                problem = f"the step draws Python's random numbers, or seeds them{_line(frame)}"
+                self.objection = self.objection or f"{problem}, and no replay would; draw with torch on the device"
+        elif called is globals:
+            if _is_users(frame.f_code, frame.f_globals):
+                problem = f"what globals() gives is not compared before a replay{_line(frame)}"
+                self.objection = f"{problem}; name what the step needs"
+        elif _is_uncompared(called):
+            if _is_called_by_user(frame):
+                self._refuse_uncompared(frame, called.__name__)
+        elif isinstance(owner, torch.Generator):
             self._note_generator(frame, called.__name__)
-        elif event == "c_call" and isinstance(owner, torch.cuda.Event) and called.__name__ == "record":
+        elif isinstance(owner, torch.cuda.Event) and called.__name__ == "record":
             self.events[id(owner)] = owner, _line(frame)
-        elif event == "c_call" and called.__name__.startswith(_GETTERS) and _is_torchs(called):
+        elif called.__name__.startswith(_GETTERS) and _is_torchs(called):
             self.getters[called] = None
-        elif event == "c_exception" and isinstance(getattr(called, "__self__", None), torch.Tensor):
-            self.raised = self.raised or f"{called.__name__}() raised an error while capturing{_line(frame, True)}"
+        else:  # whoever calls it
+            self._quiet.add(_key(called))
 
     def _object_to(self, frame: types.FrameType, method: str | None = None) -> None:
         if self.objection is None and (found := uncapturable(frame, method)) is not None:
@@ -267,7 +304,9 @@ class Calls:
     def _note_function(self, frame: types.FrameType, code: types.CodeType) -> None:
         self.looks_up_unseen |= code is not frame.f_code
         if not _is_users(code, frame.f_globals, is_constant):
-            self._foreign.add(frame.f_code)
+            self._foreign[id(frame.f_code)] = frame.f_code
+            if code.co_name != "__init__" and not may_be_uncapturable(frame.f_code):
+                self._quiet.add(id(frame.f_code))
             if str(frame.f_globals.get("__name__")).startswith("torch."):
                 self.of_torch[code] = frame.f_globals
             return
@@ -318,6 +357,13 @@ class _Ran(NamedTuple):
     def is_of(self, function: types.FunctionType) -> bool:
         cells = function.__closure__ or ()
         return function.__code__ is self.code and self.cells == tuple(id(content_of_cell(cell)) for cell in cells)
+
+
+@torch.compiler.disable(recursive=False)
+def _key(called: Any) -> Any:
+    """What tells a function of C from others: itself; of a method of an object, the object's type and the name."""
+    kind = type(getattr(called, "__self__", None))
+    return called if kind in _OF_NO_OBJECT else (kind, called.__name__)
 
 
 def _is_uncompared(called: Any) -> bool:
