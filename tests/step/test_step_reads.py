@@ -1163,15 +1163,12 @@ FAR = (
 def state_of(fn, device_type="cpu"):
     """The state of a step that has been called once."""
     calls = Calls()
-    gc.freeze()  # as servers do
     calls.watch()
     try:
         fn(torch.ones(1))
     finally:
         calls.end()
         calls.find_functions()
-        gc.unfreeze()
-        gc.freeze()  # as conftest.py has it
     state = StepState(fn, {}, device_type, [*calls.found.values()])
     if state.tensors:
         state.guard_tensors([])
@@ -1204,7 +1201,6 @@ def test_calls_that_tell_nothing_are_looked_at_once(monkeypatch):
 
 
 @pytest.mark.parametrize("make", FAR, ids=lambda make: make.__name__)
-@pytest.mark.nightly_after(24)
 def test_what_no_name_leads_to(monkeypatch, make):
     monkeypatch.setattr(Settings, "scale", 1.0)
     monkeypatch.setattr(Settings, "table", {"scale": 1.0})
@@ -1228,6 +1224,20 @@ def test_what_no_name_leads_to(monkeypatch, make):
 def _and_hold_no_more(change, state):
     change()
     assert not state.holds()
+
+
+@pytest.mark.parametrize("make", [a_method_of_a_dictionary_in_partial, another_method_of_an_object])
+def test_what_is_frozen(make):
+    """As servers do it."""
+    step, change = make()
+    gc.freeze()
+    try:
+        state = state_of(step)
+    finally:
+        gc.unfreeze()
+        gc.freeze()  # as conftest.py has it
+    assert state.holds()
+    _and_hold_no_more(change, state)
 
 
 def test_settings_that_a_step_leaves_behind(step_twins, device):
