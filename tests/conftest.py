@@ -32,19 +32,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    skip, counts = pytest.mark.skip(reason="--nightly runs it"), Counter[tuple[str, Any]]()
-    for item in [] if config.getoption("nightly") else items:
+    counts, chosen, others = Counter[tuple[str, Any]](), [], []
+    for item in items:
         is_nightly = item.get_closest_marker("nightly") is not None
         if (after := item.get_closest_marker("nightly_after")) is not None:
             counts[of := (item.nodeid.partition("[")[0], item.callspec.params.get("backend"))] += 1
             is_nightly |= counts[of] > after.args[0]
-        if is_nightly:
-            item.add_marker(skip)
+        (others if is_nightly and not config.getoption("nightly") else chosen).append(item)
+    items[:] = chosen
+    config.hook.pytest_deselected(items=others)  # to skip one takes as long as a quick test
 
 
-@pytest.fixture(
-    params=["tape", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
-)
+@pytest.fixture(params=["tape", *(["cuda"] if torch.cuda.is_available() else [])])
 def backend(request: pytest.FixtureRequest) -> str:
     return request.param
 

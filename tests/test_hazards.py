@@ -344,6 +344,7 @@ INPLACE = [*((name, (0.5, True, True)) for name in DROPS), ("elu", (1.0, True)),
 
 
 @pytest.mark.parametrize(("name", "options"), INPLACE)
+@pytest.mark.nightly_after(4)
 def test_inplace_operators(twins, device, name, options):
     """What Thunder hands on to PyTorch as it is, and what it writes out."""
     operator = getattr(nn.functional, name)
@@ -1776,6 +1777,7 @@ def test_one_tensor_for_several_arguments(twins, device, verify):
 @pytest.mark.parametrize(
     "varies", ["parameters move", "another parameter as input", "another layout of gradients", "all of it"]
 )
+@pytest.mark.nightly_after(3)
 def test_backward_inputs_that_vary(twins, device, varies):
     """No more captures than recordings may be kept, then replays only: what keeps moving is copied."""
     bound = 8

@@ -1,4 +1,4 @@
-"""Prints the traces of ddp and fsdp before and after their collectives are scheduled, as a rank of a group that is not
+"""Has the traces of ddp and fsdp before and after their collectives are scheduled, as a rank of a group that is not
 there: nothing communicates."""
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def model():
     return torch.nn.Sequential(*layers)
 
 
-def main(rank):
+def run(rank):
     torch.distributed.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
-    found = {}
+    found, coalesced = {}, collectives._COALESCED
     for name in ("ddp", "ddp, each launched by itself", "fsdp"):
         collectives._COALESCED = 0 if "by itself" in name else 2**23
         schedules = Schedules()
@@ -67,7 +67,10 @@ def main(rank):
             compiled = thunder.distributed.fsdp(compiled, device=torch.device("cpu"))
         compiled(torch.randn(4, 8, requires_grad=True)).sum().backward()
         found[name] = schedules.found
-    print(json.dumps(found))
+    collectives._COALESCED = coalesced
+    torch.distributed.destroy_process_group()
+    return json.loads(json.dumps(found))
 
 
-main(int(sys.argv[1]))
+if __name__ == "__main__":
+    print(json.dumps(run(int(sys.argv[1]))))

@@ -9,8 +9,8 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
+import collective_traces
 import pytest
 from thunder.distributed.prims import DistributedReduceOps
 from torch.distributed import ProcessGroup
@@ -356,16 +356,16 @@ def test_a_long_backward_is_scheduled_fast(trace):
 
 # ---------------------------------------------------------------------------------------------------------- real traces
 
-PROGRAM = Path(__file__).with_name("collective_traces.py")
-
 
 @pytest.fixture(scope="module")
 def runs(request):
-    """What ranks with different hash seeds make of the same programs: the first one, and at night another one."""
+    """What ranks make of the same programs: one that is this process, and at night two with other hash seeds."""
+    if not request.config.getoption("--nightly"):
+        return [collective_traces.run(0)]
     processes = []
-    for rank in range(1 + request.config.getoption("--nightly")):
+    for rank in range(2):
         environment = {**os.environ, "PYTHONHASHSEED": str(rank + 1), "PYTHONPATH": os.pathsep.join(sys.path)}
-        command = [sys.executable, str(PROGRAM), str(rank)]
+        command = [sys.executable, collective_traces.__file__, str(rank)]
         processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
     outputs = [process.communicate(timeout=240)[0] for process in processes]
     assert all(process.returncode == 0 for process in processes)

@@ -84,7 +84,7 @@ WAYS = [
 
 @pytest.mark.parametrize("own", [False, True], ids=["argument", "attribute"])
 @pytest.mark.parametrize(("read", "contents"), WAYS)
-@pytest.mark.nightly_after(10)
+@pytest.mark.nightly_after(6)
 def test_other_items(read, contents, own, transform, device):
     torch.manual_seed(0)
     model = Sums(read).to(device).eval().requires_grad_(False)
@@ -258,7 +258,7 @@ ARGUMENTS = {
 
 @pytest.mark.parametrize("how", ["argument", "attribute"])
 @pytest.mark.parametrize("case", ARGUMENTS)
-@pytest.mark.nightly_after(10)
+@pytest.mark.nightly_after(6)
 def test_other_values_than_those_of_the_trace(how, case, transform, device):
     function, values = ARGUMENTS[case]
 

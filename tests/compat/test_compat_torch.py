@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict, namedtuple
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree
 
 from thunder_cg.compat import torch as compat
 from thunder_cg.compat.torch import Settings
@@ -28,6 +30,21 @@ def test_tensors_without_memory_views_and_versions() -> None:
     assert compat.neg_view(compat.neg_view(base)).tolist() == base.tolist()
     assert compat.has_storage(base) and not compat.has_storage(torch.zeros(2).to_sparse())
     assert compat.may_overlap_itself(base.expand(2, 4)) and not compat.may_overlap_itself(base)
+
+
+_Pair = namedtuple("_Pair", "first second")
+
+
+def test_trees_are_read_as_by_pytorch() -> None:
+    x = torch.ones(2)
+    tree = [(x, 1, None), {"b": [2.0, "text"], "a": nn.Parameter(x)}, _Pair(x, [True]), x.shape, OrderedDict(z=x, y=())]
+    leaves, same = compat.tree_leaves(tree), _pytree.tree_leaves(tree)
+    assert len(leaves) == len(same) and all(one is other for one, other in zip(leaves, same))
+    assert [id(each) for each in compat.tensors_in(tree)] == [
+        id(each) for each in same if isinstance(each, torch.Tensor)
+    ]
+    for kind, fn in ((torch.Tensor, torch.Tensor.numel), (int, float), ((int, str), str)):
+        assert str(compat.tree_map_only(kind, fn, tree)) == str(_pytree.tree_map_only(kind, fn, tree))
 
 
 def test_memory_and_copies() -> None:

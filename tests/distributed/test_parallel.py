@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import Any
+
 import pytest
 from ranks import Ranks
+
+from thunder_cg import explain
 
 ORDERS = (
     "ddp",
@@ -70,3 +76,25 @@ def test_without_gradients(ranks: Ranks, builder: str) -> None:
     for differing, replays in ranks.run(without_gradients, builder):
         assert not differing
         assert replays and all(replays)
+
+
+def recipe(code: str) -> str:
+    variables: dict[str, Any] = {}
+    exec(compile(code, "README.md", "exec"), variables)
+    return str(explain(variables["jmodel"]))
+
+
+def test_recipe_of_the_readme(ranks: Ranks) -> None:
+    """As it stands there, but for the group, which the ranks have already, and the device."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    recipes = re.findall(r"^```py\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    (code,) = (each for each in recipes if "init_process_group" in each)
+    others = {'dist.init_process_group("nccl")\n': "", "dist.destroy_process_group()\n": ""}
+    if ranks.device == "cpu":
+        others |= {'torch.device("cuda", dist.get_node_local_rank())': 'torch.device("cpu")'}
+        others |= {"torch.cuda.set_device(device)\n": ""}
+    for text, other in others.items():
+        assert text in code
+        code = code.replace(text, other)
+    for report in ranks.run(recipe, code):
+        assert "; 0 ops eager" in report and report.count("6 calls: 4 replayed, 1 warm-up, 1 capture") == 2

@@ -71,6 +71,15 @@ def near(found: torch.Tensor, expected: torch.Tensor, rounding: float) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=rounding * float(expected.detach().abs().max()))
 
 
+def each_and_all(*fns: Callable[..., Any]) -> list[Any]:
+    """Cases: all functions in one, and each by itself, for the nights."""
+
+    def together(x):
+        return sum(fn(x).to(x.dtype).mean() for fn in fns)
+
+    return [together, *(pytest.param(fn, marks=pytest.mark.nightly) for fn in fns)]
+
+
 def one_region_each_way(graphed: Any) -> bool:
     report = explain(graphed)
     assert not report.outside, report.outside
@@ -89,6 +98,7 @@ def one_region_each_way(graphed: Any) -> bool:
     ],
     ids=str,
 )
+@pytest.mark.nightly_after(3)
 def test_interpolate(backend, device, deterministic, options):
     model = Around(lambda x: F.interpolate(x, **options)).to(device)
     assert one_region_each_way(trains_alike(model, lambda: torch.randn(2, 3, 8, 8, device=device), backend))
@@ -96,7 +106,7 @@ def test_interpolate(backend, device, deterministic, options):
 
 @pytest.mark.parametrize(
     "fn",
-    [
+    each_and_all(
         torch.round,
         lambda c: torch.heaviside(c - 1, c),
         torch.isfinite,
@@ -105,8 +115,8 @@ def test_interpolate(backend, device, deterministic, options):
         lambda c: torch.minimum(c, c * 2),
         lambda c: torch.lerp(c, c * 2, 0.5),
         lambda c: torch.zeros_like(c).index_add(0, torch.arange(8, device=c.device), c),
-    ],
-    ids=["round", "heaviside", "isfinite", "argmin", "flip", "minimum", "lerp", "index_add"],
+    ),
+    ids=["all", "round", "heaviside", "isfinite", "argmin", "flip", "minimum", "lerp", "index_add"],
 )
 def test_what_thunder_cannot_differentiate_of_floats_without_a_gradient(backend, device, fn):
     scale = torch.linspace(0.1, 3.0, 8, device=device)
@@ -201,7 +211,7 @@ def test_results_without_a_gradient_of_what_has_one(backend, device, fn):
 
 @pytest.mark.parametrize(
     "fn",
-    [
+    each_and_all(
         lambda y: y.where(y > 0, other=y * 0.5),
         lambda y: y.view(4, 2, 4)[..., [-1], :] + y.view(4, 2, 4)[:, [1, 0, 1]],
         # What Thunder makes like a transposed tensor is not transposed, and `as_strided` would read it otherwise.
@@ -209,8 +219,8 @@ def test_results_without_a_gradient_of_what_has_one(backend, device, fn):
         lambda y: y.t().masked_fill(y.t() > 1, 0.0).as_strided((8, 2), (4, 1)),
         lambda y: y.unfold(1, 4, 2).sin().sum(-1),
         lambda y: torch.sin(y).masked_scatter(y[:, :1] > 0, y[:, [1, 0, 3, 2, 5, 4, 7, 6]] * 2).exp(),
-    ],
-    ids=["where", "lists", "full_like", "as_strided", "unfold", "masked_scatter"],
+    ),
+    ids=["all", "where", "lists", "full_like", "as_strided", "unfold", "masked_scatter"],
 )
 def test_what_thunder_reads_or_lays_out_otherwise(backend, device, fn):
     model = Around(fn).to(device)
@@ -299,7 +309,7 @@ def _with_factories(x):
 
 @pytest.mark.parametrize(
     "fn",
-    [
+    each_and_all(
         _with_factories,
         lambda x: torch.broadcast_to(x, size=(2, 4, 8)) * 2,
         lambda x: x.split(split_size=2)[0] * torch.split(tensor=x, split_size_or_sections=2)[1],
@@ -310,10 +320,21 @@ def _with_factories(x):
         lambda x: torch.einsum("ij,kj->ik", (x, x.cos()))[:, :1].broadcast_to((4, 8)) * x,
         lambda x: F.linear(x, weight=x, bias=None) * x.std(-1, keepdim=True, unbiased=False),
         lambda x: x * torch.var(x, 0, False) * x.std(1, True)[:, None] * (torch.arange(8, device=x.device) * 7 % 5),
+    ),
+    ids=[
+        "all",
+        "factories",
+        "broadcast_to",
+        "split",
+        "axis",
+        "stack",
+        "where",
+        "linear",
+        "operands",
+        "weight",
+        "unbiased",
     ],
-    ids=["factories", "broadcast_to", "split", "axis", "stack", "where", "linear", "operands", "weight", "unbiased"],
 )
-@pytest.mark.nightly_after(5)
 def test_other_names_of_arguments(backend, device, fn):
     model = Around(fn).to(device)
     assert one_region_each_way(trains_alike(model, lambda: torch.randn(4, 8, device=device), backend, 1e-5))
@@ -433,6 +454,7 @@ def test_checkpointed_functions_that_write_in_place(backend, device, trains):
     "fn",
     [_with_sizes, _checkpointed, _largest, _fractions, _cut_fraction, pytest.param(_cut, marks=pytest.mark.nightly)],
 )
+@pytest.mark.nightly_after(3)
 def test_sizes_that_are_dynamic(backend, device, fn):
     """What gets another tensor's size stays in Thunder. A part gives another one no number, so it trains."""
     rows = iter((2, 3, 3, 2))
@@ -508,7 +530,7 @@ def corrects(x):
     return y
 
 
-@pytest.mark.parametrize("fn", [corrects, divides, multiplies, routes, chains, activates])
+@pytest.mark.parametrize("fn", each_and_all(corrects, divides, multiplies, routes, chains, activates))
 def test_gradients_of_operators_in_place(backend, device, fn):
     """Thunder's own are wrong for these: its backward reads what was overwritten."""
     assert one_region_each_way(trains_alike(Around(fn).to(device), lambda: torch.randn(2, 8, device=device), backend))
@@ -637,6 +659,7 @@ def test_grouped_query_attention(backend, device, deterministic, dropout):
 
 @pytest.mark.parametrize("dropout", DROPOUTS)
 @pytest.mark.parametrize("kind", [bool, float])
+@pytest.mark.nightly_after(3)
 def test_attention_to_nothing_on_the_cpu(kind, dropout):
     """As of padding on the left: PyTorch has zeros there. On GPUs, Thunder takes PyTorch's kernels."""
     mask = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
@@ -653,6 +676,7 @@ def test_attention_to_nothing_on_the_cpu(kind, dropout):
 
 @pytest.mark.parametrize("dropout", DROPOUTS)
 @pytest.mark.parametrize("kind", [bool, float])
+@pytest.mark.nightly_after(2)
 def test_multi_head_attention_to_nothing_on_the_cpu(kind, dropout):
     model = Attention(dropout)
     masks = (torch.ones(5, 5, dtype=torch.bool).triu(1), torch.tensor([[False] * 5, [True] * 2 + [False] * 3]))
@@ -856,14 +880,14 @@ def test_pooling_with_ceil_mode(backend, device, fn):
 
 @pytest.mark.parametrize(
     "fn",
-    [
+    each_and_all(
         lambda x: F.avg_pool2d(x[None], 3, stride=1, padding=1, count_include_pad=False) * 2,
         lambda x: x.repeat_interleave(2, dim=0, output_size=4) * 2,
         lambda x: torch.repeat_interleave(x, 3, -1) * 2,
         lambda x: torch._weight_norm(x, x[:, :1], 0) * 2,
         lambda x: x.norm(p=2, dim=-1, keepdim=True) * torch.norm(x, dim=0),
-    ],
-    ids=["avg_pool2d", "repeat_interleave", "repeat_interleave of the last", "weight_norm", "norm"],
+    ),
+    ids=["all", "avg_pool2d", "repeat_interleave", "repeat_interleave of the last", "weight_norm", "norm"],
 )
 def test_arguments_that_thunder_refuses(backend, device, fn):
     assert one_region_each_way(trains_alike(Around(fn).to(device), lambda: torch.randn(2, 8, device=device), backend))
@@ -893,6 +917,7 @@ def test_cross_entropy(backend, device, options):
 
 @pytest.mark.parametrize("loss", [F.cross_entropy, F.nll_loss])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.nightly_after(4)
 def test_losses_of_weighted_classes(backend, device, loss, reduction):
     """Of sequences. Thunder's `nll_loss` has another default of what is ignored."""
     labels, weight = torch.tensor([[3, -100], [0, 1]], device=device), torch.rand(4, device=device)
@@ -1138,8 +1163,16 @@ def _twice(y, x):
     part.add_(x[:, :2] ** 2)
 
 
-@pytest.mark.parametrize("write", [_copy_, _copy_by_name_, _add_, _masked_fill_, _zero_, _fill_, _exp_, _twice])
-@pytest.mark.nightly_after(4)
+_WRITES = (_copy_, _copy_by_name_, _add_, _masked_fill_, _zero_, _fill_, _twice, _exp_)
+
+
+def _all_writes(y, x):
+    for write in _WRITES:
+        write(y, x)
+
+
+@pytest.mark.parametrize("write", [_all_writes, *_WRITES])
+@pytest.mark.nightly_after(1)
 def test_slices_written_in_place(backend, device, write):
     """Thunder loses the gradient of what is written through a view, without a word."""
 
@@ -1201,6 +1234,7 @@ def _read_before(x, w):
 
 @pytest.mark.parametrize("fn", [_narrow, _swapaxes, _detach, _ravel, _read_before])
 @pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.nightly_after(7)
 def test_writes_and_reads_in_their_order(backend, device, fn, grad):
     """Thunder's fusions by data flow may move a write; and Thunder does not know that ``ravel`` makes a view."""
     graphed = thunderfx(fn, backend=backend)
@@ -1235,6 +1269,7 @@ def test_what_an_operator_in_place_returns_is_no_view(backend, device):
 
 
 @pytest.mark.parametrize("number", [-1, 0.5, -0.0, True, [2], [[0.1, 0.1]]])
+@pytest.mark.nightly_after(4)
 def test_tensors_of_one_number(backend, device, number):
     """As a cache of Transformers has them: a copy from the host would be eager."""
 
@@ -1324,6 +1359,7 @@ def _write_view_of(b, w, x):
 
 
 @pytest.mark.parametrize("fn", [_divide, _copy_to, _write_item_of, _add_to_item_of, _relu_in_place, _write_view_of])
+@pytest.mark.nightly_after(4)
 def test_gradients_of_arguments_that_are_written(backend, device, fn):
     """As a graph gets them after a graph break."""
 
@@ -1355,6 +1391,7 @@ def _view_of_cut(y, x):
 
 @pytest.mark.parametrize("write", [_item_of_cut, _sum_of_cut, _view_of_cut])
 @pytest.mark.parametrize("is_inductors", [False, True])
+@pytest.mark.nightly_after(4)
 def test_gradients_of_what_another_piece_made_and_a_piece_writes(monkeypatch, backend, device, write, is_inductors):
     """An argument of the piece that writes, whose gradient Thunder would leave as it was before the write."""
     monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs: graph)

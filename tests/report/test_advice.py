@@ -100,6 +100,7 @@ def sliced(x: torch.Tensor, i: int) -> torch.Tensor:
     ],
     ids=["slice", "dropout"],
 )
+@pytest.mark.nightly_after(2)
 def test_advice_for_a_number_that_changes_where_no_tensor_can_be(fn, advice, better, compiles):
     def compiled(model: torch.nn.Module) -> Any:
         torch._dynamo.reset()
@@ -225,6 +226,7 @@ def without_gradient(x: torch.Tensor) -> torch.Tensor:
     ],
     ids=["item", "tolist", "mask", "repeat"],
 )
+@pytest.mark.nightly_after(3)
 def test_advice_for_a_graph_break_of_dynamo_gives_one_region_and_the_same_gradient(fn, advice, better):
     """With Dynamo's own advice for the last two, Inductor gets a piece of the graph."""
     x = torch.tensor([0.1, 0.2], requires_grad=True)
@@ -263,6 +265,7 @@ def test_advice_for_a_graph_break_of_dynamo_gives_one_region_and_the_same_gradie
     ],
     ids=["vmap", "grad", "numpy", "unknown"],
 )
+@pytest.mark.nightly_after(3)
 def test_advice_for_what_inductor_gets(monkeypatch, fn, operators, advice, better):
     """The operators are the user's, without those that Dynamo makes of a transform; so are names of inputs."""
     monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs: graph)  # the real one takes long
@@ -386,6 +389,7 @@ class _Recurrent(torch.nn.Module):
     ],
     ids=["rnn", "numpy", "index", "gradient"],
 )
+@pytest.mark.nightly_after(3)
 def test_advice_of_what_thunder_does_not_follow(fn, x, advice):
     compiled = thunder.jit(fn, transforms=[cudagraph_transform(backend="tape")])
     with pytest.raises(Exception, match=r"."):

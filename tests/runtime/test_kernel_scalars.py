@@ -129,6 +129,7 @@ def fusions(compiled: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("verify", [None, "first", 2])
+@pytest.mark.nightly_after(2)
 def test_training_with_a_seed_in_each_call(pair, batches, verify):
     plain, graphed = pair(verify=verify)
     same_training(plain, graphed, batches)

@@ -62,6 +62,7 @@ def trained(backend, device):
     ],
     ids=["EMA", "with buffers", "SWA", "the user's"],
 )
+@pytest.mark.nightly_after(3)
 def test_averages_are_in_the_graph(trained, options):
     found = trained(**options)
     assert found.graphed.replays >= 4, explain(found.graphed)

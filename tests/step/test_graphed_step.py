@@ -66,7 +66,7 @@ ON_HOST = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.nightly_after(5)
+@pytest.mark.nightly_after(4)
 def test_optimizers(step_twins, name):
     step = step_twins.train(partial(usual_step, make=OPTIMIZERS[name]), 30)
     assert step.captures == 1 and step.replays >= 26, why(step)

@@ -45,6 +45,16 @@ def test_tensors_and_functions_are_found_whenever_they_were_frozen() -> None:
     assert all(map(is_known, tensors)) and len({id(each) for each in known_tensors()}) == len(known_tensors())
 
 
+def test_frozen_functions_of_packages_that_are_constant_are_left_out() -> None:
+    """There are many, and no step's own code is theirs."""
+    gc.unfreeze()
+    codes = {torch.nn.functional.relu.__code__, make().__code__}
+    function = make()
+    assert torch.nn.functional.relu in known_functions(codes)
+    gc.freeze()
+    assert known_functions(codes) == [function]
+
+
 class _Holder:
     last: dict[str, Any]
 

@@ -89,7 +89,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.nightly_after(5)
+@pytest.mark.nightly_after(4)
 def test_data_of_packages(package, change):
     trainer = SimpleNamespace(loss=package.Loss())
 

@@ -177,7 +177,7 @@ def train(step_twins, make, graphed, between=lambda i, model: None, calls=9):
 
 
 @pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
-@pytest.mark.nightly_after(6)
+@pytest.mark.nightly_after(4)
 def test_tensors_that_a_step_keeps(step_twins, make):
     expected, _ = train(step_twins, make, graphed=False)
     found, step = train(step_twins, make, graphed=True)

@@ -222,7 +222,7 @@ def losses_of(step_twins, kind, graphed):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.nightly_after(10)
+@pytest.mark.nightly_after(7)
 def test_what_a_capture_has_changed_is_undone(step_twins, kind):
     expected, _ = losses_of(step_twins, kind, graphed=False)
     losses, step = losses_of(step_twins, kind, graphed=True)

@@ -32,7 +32,7 @@ import uuid
 import warnings
 import weakref
 from abc import ABC
-from collections import OrderedDict, UserList, defaultdict, deque
+from collections import Counter, OrderedDict, UserList, defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
 from datetime import datetime, timedelta
@@ -1183,23 +1183,44 @@ FAR = (
 def state_of(fn, device_type="cpu"):
     """The state of a step that has been called once."""
     calls = Calls()
-    gc.freeze()  # as servers do
     calls.watch()
     try:
         fn(torch.ones(1))
     finally:
         calls.end()
         calls.find_functions()
-        gc.unfreeze()
-        gc.freeze()  # as conftest.py has it
     state = StepState(fn, {}, device_type, [*calls.found.values()])
     if state.tensors:
         state.guard_tensors([])
     return state
 
 
+def test_calls_that_tell_nothing_are_looked_at_once(monkeypatch):
+    """Whoever makes them: most calls of a step are of that kind, and to look at each takes longer than the step."""
+    looked_at = []
+    for name in ("_note_call", "_note_call_of_c"):
+        original = getattr(Calls, name)
+
+        def looks(self, frame, what, *owner, original=original):
+            looked_at.append(what)
+            original(self, frame, what, *owner)
+
+        monkeypatch.setattr(Calls, name, looks)
+    calls, numbers = Calls(), []
+    calls.watch()
+    try:
+        for _ in range(5):
+            numbers.append(math.sqrt(4.0))
+            copy.copy(numbers)
+            os.getcwd()
+    finally:
+        calls.end()
+    counted = Counter(getattr(each, "__name__", getattr(each, "co_name", None)) for each in looked_at)
+    assert counted["sqrt"] == counted["append"] == counted["get"] == 1 and counted["copy"] == 2  # of Python and of C
+    assert counted["getcwd"] == 5 and calls.objection is not None
+
+
 @pytest.mark.parametrize("make", FAR, ids=lambda make: make.__name__)
-@pytest.mark.nightly_after(24)
 def test_what_no_name_leads_to(monkeypatch, make):
     monkeypatch.setattr(Settings, "scale", 1.0)
     monkeypatch.setattr(Settings, "table", {"scale": 1.0})
@@ -1227,6 +1248,20 @@ def _and_hold_no_more(change, state):
     assert not state.holds()
 
 
+@pytest.mark.parametrize("make", [a_method_of_a_dictionary_in_partial, another_method_of_an_object])
+def test_what_is_frozen(make):
+    """As servers do it."""
+    step, change = make()
+    gc.freeze()
+    try:
+        state = state_of(step)
+    finally:
+        gc.unfreeze()
+        gc.freeze()  # as conftest.py has it
+    assert state.holds()
+    _and_hold_no_more(change, state)
+
+
 def test_settings_that_a_step_leaves_behind(step_twins, device):
     def of(x):
         torch.backends.cuda.enable_math_sdp(False)
@@ -1245,6 +1280,7 @@ def test_settings_that_a_step_leaves_behind(step_twins, device):
 
 @pytest.mark.parametrize("write", [lambda t: t.data.fill_(2), lambda t: t.numpy().fill(2), lambda t: t.add_(1)])
 @pytest.mark.parametrize("made", [torch.ones, torch.inference_mode()(torch.ones)], ids=["plain", "inference"])
+@pytest.mark.nightly_after(4)
 def test_a_tensor_on_the_host_of_a_step_on_a_gpu(write, made):
     values = made(3)
     state = state_of(lambda y: y * values[0].item(), "cuda")

@@ -52,6 +52,7 @@ class Simple(nn.Module):
     ("make", "calls", "training"),
     [(Simple, 0, False), (Simple, 1, True), (Simple, 5, False), (Simple, 5, True), (Model, 5, False), (Model, 5, True)],
 )
+@pytest.mark.nightly_after(4)
 def test_it_is_freed_by_reference_counting(transform, device, make, calls, training):
     """The compiled module, the original one, and the memory of the graphs; the transform may live on."""
     if device == "cuda":

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from thunder_cg import __main__ as command_line, explain
+from thunder_cg import __main__ as command_line
 from thunder_cg.tools import demo, demo_ranks
 from thunder_cg.tools.ranks import Rank, RankFailed, run_on_ranks
 from thunder_cg.tools.workers import Supervisor
@@ -81,28 +80,6 @@ def test_demo_agrees_on_both_ranks(
     assert re.search(r"\d+ (all_reduce|reduce_scatter) of .* of 2 ranks, captured; \d+ can overlap", printed)
     losses = re.findall(r"^  rank \d .*x +([\d.]+)$", printed, re.MULTILINE)
     assert len(set(losses)) == 2, "ranks draw batches of their own"
-
-
-def readme_recipe(here: Rank, supervisor: Supervisor, code: str) -> str:
-    variables: dict[str, Any] = {}
-    exec(compile(code, "README.md", "exec"), variables)
-    return str(explain(variables["jmodel"]))
-
-
-def test_recipe_of_the_readme() -> None:
-    """As it stands there, but for the device and the begin of the group, which the ranks have already."""
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    recipes = re.findall(r"^```py\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
-    (code,) = (recipe for recipe in recipes if "init_process_group" in recipe)
-    for text, other in (
-        ('dist.init_process_group("nccl")\n', ""),
-        ('torch.device("cuda", dist.get_node_local_rank())', 'torch.device("cpu")'),
-        ("torch.cuda.set_device(device)\n", ""),
-    ):
-        assert text in code
-        code = code.replace(text, other)
-    for report in run_on_ranks(readme_recipe, (code,), 2, "cpu", 90.0):
-        assert "; 0 ops eager" in report and report.count("6 calls: 4 replayed, 1 warm-up, 1 capture") == 2
 
 
 def test_demo_names_the_rank_that_differs(capsys: pytest.CaptureFixture[str]) -> None:

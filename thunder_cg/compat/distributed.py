@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ __all__ = [
     "is_alive",
     "is_distributed",
     "is_torchs_own",
+    "may_be_uncapturable",
     "progress",
     "ranks",
     "run",
@@ -204,6 +205,11 @@ def functional_call(frame: FrameType) -> tuple[str, ProcessGroup | None, tuple[A
     values = (*args, *kwargs.values())
     group = kwargs.get("group_name", next((value for value in reversed(args) if isinstance(value, str)), None))
     return name.split(".")[1], None if group is None else group_named(group), values
+
+
+def may_be_uncapturable(code: CodeType) -> bool:
+    """Whether `uncapturable` has something to say of some frames with this code."""
+    return code is _OF_DDP or code in _OF_OBJECTS or code in _CALLS_OF_OPERATORS
 
 
 def why_not_in_step(module: torch.nn.Module) -> tuple[str, str] | None:

@@ -48,9 +48,9 @@ from torch.utils._pytree import (
     keystr,
     tree_flatten,
     tree_flatten_with_path,
-    tree_leaves,
+    tree_leaves as _tree_leaves,
     tree_map,
-    tree_map_only,
+    tree_map_only as _tree_map_only,
     tree_unflatten,
 )
 from torch.utils.hooks import RemovableHandle
@@ -684,6 +684,31 @@ def keep_with_storage(tensor: torch.Tensor, kept: Any) -> None:
     """
     storage: Any = tensor.untyped_storage()
     storage.kept = kept
+
+
+_LEAVES = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, types.NoneType, torch.dtype, torch.device}
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """The leaves as PyTorch's function of the name finds them, which is slow for what operators get."""
+    kind = type(tree)
+    if kind in _LEAVES:
+        return [tree]
+    if kind is tuple or kind is list or kind is dict:
+        return [leaf for each in (tree.values() if kind is dict else tree) for leaf in tree_leaves(each)]
+    return _tree_leaves(tree)
+
+
+def tree_map_only(of: Any, fn: Callable[[Any], Any], tree: Any) -> Any:
+    """The tree with ``fn`` of its leaves of a type, as from PyTorch's function of the name."""
+    kind = type(tree)
+    if kind in _LEAVES:
+        return fn(tree) if isinstance(tree, of) else tree
+    if kind is tuple or kind is list:
+        return kind([tree_map_only(of, fn, each) for each in tree])
+    if kind is dict:
+        return {name: tree_map_only(of, fn, each) for name, each in tree.items()}
+    return _tree_map_only(of, fn, tree)
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:

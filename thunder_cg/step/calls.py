@@ -47,6 +47,7 @@ from thunder_cg.compat.distributed import (
     Work,
     functional_call,
     is_torchs_own,
+    may_be_uncapturable,
     told_of_collectives,
     uncapturable,
 )
@@ -106,6 +107,7 @@ _STEADY_FUNCTIONS = {
 # Packages that do not pass on what they read of all of this, and modules of PyTorch that do.
 _KEEP = {"torch", "thunder", "thunder_cg", "triton"}
 _PASS_ON = {"torch.cuda.random", "torch.random", "torch.serialization"}
+_OF_NO_OBJECT = {types.ModuleType, type, types.NoneType}  # types of what functions of C belong to
 
 
 class Calls:
@@ -138,7 +140,8 @@ class Calls:
         self.looks_up_unseen = False
         self.getters: dict[Callable[[], Any], None] = {}
         self.of_torch: dict[types.CodeType, dict[str, Any]] = {}
-        self._foreign: set[types.CodeType] = set()
+        self._foreign: dict[int, types.CodeType] = {}  # by identity: to hash a code is slow
+        self._quiet: set[Any] = set()  # codes of those, by identity, and functions of C that tell nothing
         self._inner: set[types.CodeType] = set()  # of functions that are made in the step
         self._new: set[int] = set()  # objects that are made in the step
         self._ran: dict[Any, _Ran] = {}
@@ -147,7 +150,7 @@ class Calls:
         self._undos: list[Undo] = []
         self._thread: int | None = None  # the one that is watched; backwards run on it, too
         self.forget_collectives()
-        self._callback = torch.compiler.disable(self._note)  # Dynamo would compile it
+        self._callback = self._filtered()
 
     def forget_collectives(self) -> None:
         """Before a capture, which may be the second one of a call."""
@@ -169,14 +172,28 @@ class Calls:
         if sys.getprofile() is self._callback:
             sys.setprofile(None)
 
+    def _filtered(self) -> Callable[[types.FrameType, str, Any], None]:
+        """Calls `_note`, not for what is known to tell nothing, which is most."""
+        quiet, note = self._quiet, torch.compiler.disable(self._note)  # Dynamo would compile it
+
+        def callback(frame: types.FrameType, event: str, called: Any) -> None:
+            if event == "call" or event == "return":
+                if id(frame.f_code) not in quiet:
+                    note(frame, event, called)
+            elif event == "c_exception" or (event == "c_call" and _key(called) not in quiet):
+                note(frame, event, called)
+
+        return torch.compiler.disable(callback, recursive=False)  # what is recursive takes longer than the callback
+
     def _note(self, frame: types.FrameType, event: str, called: Any) -> None:
         if event == "call":
             self._note_call(frame, frame.f_code)
-        elif event == "return" and (found := functional_call(frame)) is not None:
-            self._note_functional(frame, *found, tensors_in(called))
+        elif event == "return":
+            if (found := functional_call(frame)) is not None:
+                self._note_functional(frame, *found, tensors_in(called))
         elif event == "c_call":
             self._note_call_of_c(frame, called, called.__name__)
-        elif event == "c_exception" and isinstance(getattr(called, "__self__", None), torch.Tensor):
+        elif isinstance(getattr(called, "__self__", None), torch.Tensor):
             self.raised = self.raised or f"{called.__name__}() raised an error while capturing{_line(frame, True)}"
 
     def _note_call(self, frame: types.FrameType, code: types.CodeType) -> None:
@@ -185,46 +202,59 @@ class Calls:
         self._object_to(frame)
         if code is _ASKS.__code__ and frame.f_back is not None:
             self._note_question(frame.f_back)
-        elif code in _ENVIRONMENT and _is_called_by_user(frame):
-            owner = frame.f_locals[code.co_varnames[0]]
-            self.found[id(variables_of), id(owner)] = Called(variables_of, owner)  # type: ignore[arg-type]
-        elif code is ThreadPoolExecutor.submit.__code__ and _is_called_by_user(frame.f_back):
-            self._object(frame, "the step gives work to another thread{at}, which is in no graph", _OUTSIDE)
-        elif code is random.Random.seed.__code__ and frame.f_locals["a"] is None and _is_called_by_user(frame):
-            fix = "make generators of random numbers outside of the step"
-            self._object(frame, "the step takes a seed from the system{at}, and no replay would", fix)
-        elif code is logging.Logger.isEnabledFor.__code__ and _is_called_by_user(frame.f_back):
-            self.getters[partial(frame.f_locals["self"].isEnabledFor, frame.f_locals["level"])] = None
-        elif _is_uncompared_code(code, str(frame.f_globals.get("__name__"))) and _is_called_by_user(frame.f_back):
-            self._object(frame, f"what {code.co_name}() gives {_UNSEEN_THERE}", _CALL_BEFORE, weak=True)
-        elif code not in self._foreign:
+        elif code in _ENVIRONMENT:
+            if _is_called_by_user(frame):
+                owner = frame.f_locals[code.co_varnames[0]]
+                self.found[id(variables_of), id(owner)] = Called(variables_of, owner)  # type: ignore[arg-type]
+        elif code is ThreadPoolExecutor.submit.__code__:
+            if _is_called_by_user(frame.f_back):
+                self._object(frame, "the step gives work to another thread{at}, which is in no graph", _OUTSIDE)
+        elif code is random.Random.seed.__code__:
+            if frame.f_locals["a"] is None and _is_called_by_user(frame):
+                fix = "make generators of random numbers outside of the step"
+                self._object(frame, "the step takes a seed from the system{at}, and no replay would", fix)
+        elif code is logging.Logger.isEnabledFor.__code__:
+            if _is_called_by_user(frame.f_back):
+                self.getters[partial(frame.f_locals["self"].isEnabledFor, frame.f_locals["level"])] = None
+        elif _is_uncompared_code(code, str(frame.f_globals.get("__name__"))):
+            if _is_called_by_user(frame.f_back):
+                self._object(frame, f"what {code.co_name}() gives {_UNSEEN_THERE}", _CALL_BEFORE, weak=True)
+        elif id(code) not in self._foreign:
             self._note_function(frame, code_before_dynamo(code))
 
     def _note_call_of_c(self, frame: types.FrameType, called: Any, name: str) -> None:
         owner = getattr(called, "__self__", None)
         if called is is_current_stream_capturing:
             self._note_question(frame)
-        elif name in _READS_OF_TENSORS and self._is_of_graph(owner):
-            problem = f"{name}() reads a tensor on the host{{at}}"
-            self._object(frame, problem, "return the tensor, and read it outside of the step", code=True)
-        elif called in _UNSTEADY and _is_called_by_user(frame):
-            problem = f"{name}() returns another value in each call{{at}}, and in no replay"
-            self._object(frame, problem, "call it outside of the step, and pass a tensor")
-        elif called in _STARTS_OF_THREADS and _is_called_by_user(frame):
-            self._object(frame, "the step starts a thread{at}, whose work is in no graph", _OUTSIDE)
-        elif owner is _random.__self__ and name not in _STATES:
-            problem = "the step draws Python's random numbers, or seeds them{at}, and no replay would"
-            self._object(frame, problem, "draw with torch on the device", weak=True)
-        elif called is globals and _is_users(frame.f_code, frame.f_globals):
-            self._object(frame, f"what globals() gives {_UNSEEN_THERE}", "name what the step needs")
-        elif _is_uncompared(called) and _is_called_by_user(frame):
-            self._object(frame, f"what {name}() gives {_UNSEEN_THERE}", _CALL_BEFORE, weak=True)
+        elif name in _READS_OF_TENSORS:
+            if self._is_of_graph(owner):
+                problem = f"{name}() reads a tensor on the host{{at}}"
+                self._object(frame, problem, "return the tensor, and read it outside of the step", code=True)
+        elif called in _UNSTEADY:
+            if _is_called_by_user(frame):
+                problem = f"{name}() returns another value in each call{{at}}, and in no replay"
+                self._object(frame, problem, "call it outside of the step, and pass a tensor")
+        elif called in _STARTS_OF_THREADS:
+            if _is_called_by_user(frame):
+                self._object(frame, "the step starts a thread{at}, whose work is in no graph", _OUTSIDE)
+        elif type(owner) is type(_random.__self__):
+            if owner is _random.__self__ and name not in _STATES:
+                problem = "the step draws Python's random numbers, or seeds them{at}, and no replay would"
+                self._object(frame, problem, "draw with torch on the device", weak=True)
+        elif called is globals:
+            if _is_users(frame.f_code, frame.f_globals):
+                self._object(frame, f"what globals() gives {_UNSEEN_THERE}", "name what the step needs")
+        elif _is_uncompared(called):
+            if _is_called_by_user(frame):
+                self._object(frame, f"what {name}() gives {_UNSEEN_THERE}", _CALL_BEFORE, weak=True)
         elif isinstance(owner, torch.Generator):
             self._note_generator(frame, name)
         elif isinstance(owner, torch.cuda.Event) and name == "record":
             self.events[id(owner)] = owner, _line(frame)
         elif name.startswith(_GETTERS) and _is_torchs(called):
             self.getters[called] = None
+        else:  # whoever calls it
+            self._quiet.add(_key(called))
 
     def _object(
         self, frame: types.FrameType, problem: str, fix: str, *, weak: bool = False, code: bool = False
@@ -312,7 +342,9 @@ class Calls:
     def _note_function(self, frame: types.FrameType, code: types.CodeType) -> None:
         self.looks_up_unseen |= code is not frame.f_code
         if not _is_users(code, frame.f_globals, is_constant):
-            self._foreign.add(frame.f_code)
+            self._foreign[id(frame.f_code)] = frame.f_code
+            if code.co_name != "__init__" and not may_be_uncapturable(frame.f_code):
+                self._quiet.add(id(frame.f_code))
             if str(frame.f_globals.get("__name__")).startswith("torch."):
                 self.of_torch[code] = frame.f_globals
             return
@@ -365,6 +397,13 @@ class _Ran(NamedTuple):
     def is_of(self, function: types.FunctionType) -> bool:
         cells = function.__closure__ or ()
         return function.__code__ is self.code and self.cells == tuple(id(content_of_cell(cell)) for cell in cells)
+
+
+@torch.compiler.disable(recursive=False)
+def _key(called: Any) -> Any:
+    """What tells a function of C from others: itself; of a method of an object, the object's type and the name."""
+    kind = type(getattr(called, "__self__", None))
+    return called if kind in _OF_NO_OBJECT else (kind, called.__name__)
 
 
 def _is_uncompared(called: Any) -> bool:

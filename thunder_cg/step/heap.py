@@ -13,14 +13,15 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Collection
-from itertools import compress
+from collections.abc import Collection, Iterable
+from itertools import chain, compress
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
 
 from thunder_cg.compat.torch import has_memory
-from thunder_cg.step.reads import own
+from thunder_cg.step.reads import is_constant, own
 
 _MAX_HOLDERS = 5  # of one another, that are looked through for a name
 
@@ -42,13 +43,14 @@ def known_tensors() -> list[Tensor]:
     """Those that have memory."""
     kinds = _kinds_of_tensors()
     found = _of({*kinds, _Marker}, gc.get_objects())
-    return [tensor for tensor in _with_frozen(found, kinds) if has_memory(tensor)]
+    return _each_once(tensor for tensor in _with_frozen(found, kinds) if has_memory(tensor))
 
 
 def known_functions(codes: Collection[types.CodeType]) -> list[types.FunctionType]:
-    """Those with one of the codes."""
-    found = gc.get_referrers(*(_frozen.marker or ()), *codes)
-    return [function for function in _with_frozen(found, {types.FunctionType}) if function.__code__ in codes]
+    """Those with one of the codes, none of which a package has that is constant: see Note [Packages] in reads.py."""
+    functions = _with_frozen(gc.get_referrers(*(_frozen.marker or ()), *codes), {types.FunctionType})
+    wanted = {*map(id, codes)}  # to hash a code is slow
+    return _each_once(compress(functions, map(wanted.__contains__, map(id, map(attrgetter("__code__"), functions)))))
 
 
 def holder_of(value: object) -> str | None:
@@ -94,11 +96,15 @@ def _name_in(holder: Any, held: Any) -> tuple[str | None, bool]:
 
 
 def _with_frozen(found: list[Any], kinds: Collection[type]) -> list[Any]:
-    """What was found and is of these types, and what is frozen of them."""
+    """What was found and is of these types, and what is frozen of them; some of it twice."""
     if not any(each is _frozen.marker for each in found):
         _look_into_frozen()
-    frozen = (reference() for kind in kinds for reference in _frozen.objects.get(kind, ()))
-    return [*{id(each): each for each in (*found, *frozen) if type(each) in kinds}.values()]
+    references = chain.from_iterable(_frozen.objects.get(kind, ()) for kind in kinds)
+    return _of(kinds, [*found, *map(weakref.ref.__call__, references)])
+
+
+def _each_once(objects: Iterable[Any]) -> list[Any]:
+    return [*{id(each): each for each in objects}.values()]
 
 
 def _look_into_frozen() -> None:
@@ -109,7 +115,8 @@ def _look_into_frozen() -> None:
         objects = gc.get_objects()
         gc.freeze()
         for each in _of({*_kinds_of_tensors(), types.FunctionType}, objects):
-            _frozen.objects.setdefault(type(each), []).append(weakref.ref(each))
+            if type(each) is not types.FunctionType or not is_constant(each.__code__.co_filename):
+                _frozen.objects.setdefault(type(each), []).append(weakref.ref(each))
     _frozen.marker = _Marker([object()])
 
 
