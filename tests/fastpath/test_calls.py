@@ -14,6 +14,7 @@ from support import fast_path_calls, no_fast_path, same, same_state
 from thunder.core.trace import from_trace
 from thunder.core.transform_common import Transform
 from thunder.dynamo import thunderfx
+from thunder.executors import torch_autograd
 from torch import nn
 
 from thunder_cg import explain
@@ -303,6 +304,16 @@ def test_second_derivatives(transform, device, kind, penalty):
             gradients[0][0].square().sum().backward()
     assert fast_path_calls(graphed) > 0
     assert "as Thunder has no second derivatives, with and without graphs" in str(explain(graphed))
+
+
+def test_the_one_node_that_thunder_makes_in_a_capture(twins, device, monkeypatch):
+    plain, graphed = twins(MLP())
+    monkeypatch.setattr(torch_autograd, "is_cudagraph_capturing", lambda: True)
+    for x in batches(device):
+        for model in (plain, graphed):
+            model.zero_grad()
+            model(x).sum().backward()
+        same_state(plain, graphed)
 
 
 def test_below_autograd(twins, device):

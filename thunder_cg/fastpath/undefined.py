@@ -63,7 +63,8 @@ def connect(entry: CacheEntry, arguments: dict[str, Any]) -> None:
         return
     if routes:
         register_own(node.register_prehook, note)
-    computes = node if arguments["disable_split_autograd"] else node.next_functions[0][0]
+    # In a capture, Thunder makes one node, whatever the option says.
+    computes = node if type(node).__name__ == _NODES[1] else node.next_functions[0][0]
     register_own(computes.register_hook, _refuse_second_derivatives)
 
 
