@@ -105,6 +105,9 @@ autograd_base: Callable[[Any], torch.Tensor | None] = attrgetter("_base")
 has_storage: Callable[[torch.Tensor], bool] = torch._C._has_storage
 
 
+# What ``torch.ops`` has: operators, which look up their overloads, and keep them, when they are first called.
+OPERATORS = torch._ops.OpOverloadPacket, torch._ops.OpOverload
+
 # Whether the tensor holds others, which have the memory, such as a DTensor, also if it is a parameter.
 is_wrapper: Callable[[torch.Tensor], bool] = is_traceable_wrapper_subclass
 is_wrapper_type: Callable[[type], bool] = is_traceable_wrapper_subclass_type

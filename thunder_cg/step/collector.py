@@ -45,6 +45,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from thunder_cg.compat.distributed import why_not_in_step
 from thunder_cg.compat.torch import (
+    OPERATORS,
     attribute_guard,
     attribute_writes_are_reported,
     dictionary_guard,
@@ -628,9 +629,9 @@ def _call_by_key(function: Any, key: Any) -> Any:
 
 
 def is_object(value: Any) -> bool:
-    """Whether a value has attributes that can be looked at: it is no function, class or module."""
+    """Whether a value has attributes that can be looked at: it is no function, operator, class or module."""
     has_name = callable(value) and own(value, "__qualname__") is not MISSING
-    return not (has_name or isinstance(value, (*_OPAQUE, *ATOMS)))
+    return not (has_name or isinstance(value, (*_OPAQUE, *ATOMS, *OPERATORS)))
 
 
 def _is_atom(value: Any) -> bool:
