@@ -90,9 +90,10 @@ def other_uses_of_parameters(jmodel, model, x, state):
 def create_graph(jmodel, model, x, state):
     model.zero_grad()
     jmodel(x).sum().backward(create_graph=True)
-    found = next(model.parameters()).grad.requires_grad
+    gradients = [each.grad.detach().clone() for each in model.parameters()]
     model.zero_grad()
-    return found
+    for parameter, gradient in zip(model.parameters(), gradients):
+        parameter.grad = gradient
 
 
 @pytest.mark.parametrize(
