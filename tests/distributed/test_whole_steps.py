@@ -258,7 +258,7 @@ def test_a_rank_that_cannot_capture(ranks: Ranks) -> None:
             pytest.param(what, replays, marks=nightly)
             for what, replays in (
                 ("evaluates", (7, 7)),
-                ("raises", (7, 7)),
+                ("raises", (7, 5)),  # after zero_grad, so the next call finds no gradients, which takes another graph
                 ("another learning rate", (7, 3)),
                 ("holds a gradient", (7, 3)),
             )
