@@ -18,7 +18,8 @@ from torch.distributed._functional_collectives import _maybe_wrap_tensor as wrap
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _coalescing_manager, _get_process_group_store, _world
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree as pytree
+
+from thunder_cg.compat.torch import tensors_in, tree_map_only
 
 __all__ = [
     "ProcessGroup",
@@ -299,17 +300,16 @@ def begun(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return work if len(operator._schema.returns) == 1 else (args[0], work)
     if operator._schema.is_mutable:
         return kwargs.get("out", args[0])
-    inputs = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), args)
-    device = next(leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)).device
+    inputs, device = tree_map_only(torch.Tensor, lambda t: t.to("meta"), args), tensors_in(args)[0].device
     made = operator._op(*inputs, **kwargs)  # a call of the operator itself would be told of
-    return pytree.tree_map_only(torch.Tensor, lambda t: torch.zeros_like(t, device=device), made)
+    return tree_map_only(torch.Tensor, lambda t: torch.zeros_like(t, device=device), made)
 
 
 def run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls an operator that communicates, in a dispatch mode, and waits for it."""
     output = operator(*args, **kwargs)
     if operator.namespace != "c10d":
-        return pytree.tree_map_only(torch.Tensor, wait_tensor, output)
+        return tree_map_only(torch.Tensor, wait_tensor, output)
     Work.unbox(output[-1] if isinstance(output, tuple) else output).wait()
     return output
 

@@ -25,7 +25,7 @@ _ANOMALY = (
     "torch.autograd.set_detect_anomaly raises at Thunder's backward, with and without graphs: 'Tensor.item() cannot be "
     "called on meta tensors'; pass check_nan=False, or compile with thunder_cg.thunderfx, which has no such tensors"
 )
-_NODES = ("ThunderOutputFunctionBackward", "ThunderFunctionBackward")
+_OF_OUTPUT, _OF_CALL = "ThunderOutputFunctionBackward", "ThunderFunctionBackward"  # nodes
 
 
 @cache
@@ -58,13 +58,13 @@ def connect(entry: CacheEntry, arguments: dict[str, Any]) -> None:
 
     connect_to_autograd(**{**arguments, "backward_fn": backward if routes else run})
     nodes = (getattr(result, "grad_fn", None) for result in arguments["flat_output"])
-    node = next((each for each in nodes if type(each).__name__ in _NODES), None)
+    node = next((each for each in nodes if type(each).__name__ in (_OF_OUTPUT, _OF_CALL)), None)
     if node is None:
         return
     if routes:
         register_own(node.register_prehook, note)
     # In a capture, Thunder makes one node, whatever the option says.
-    computes = node if type(node).__name__ == _NODES[1] else node.next_functions[0][0]
+    computes = node if type(node).__name__ == _OF_CALL else node.next_functions[0][0]
     register_own(computes.register_hook, _refuse_second_derivatives)
 
 

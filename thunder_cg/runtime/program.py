@@ -133,10 +133,11 @@ class Program:
         before: MemoryEstimate | None = forward.memory if forward is not None else None
         self.memory: MemoryEstimate = MemoryEstimate.of(trace, ios, before)
         is_limited, needed = self.options.memory_budget is not None, self.memory.arena
-        if forward is not None and self.pair.lends:
-            needed = max(needed, self.memory.without_graphs)
         if forward is not None:
-            gradients = parameter_gradients(forward.ops, self.ops) if self.pair.lends else 0  # else copied in any case
+            gradients = 0  # that are copied out of a scratch arena only
+            if self.pair.lends:
+                needed = max(needed, self.memory.without_graphs)
+                gradients = parameter_gradients(forward.ops, self.ops)
             first = forward.memory.arena
             self.pair.call_memory = CallMemory(first, max(first, needed), self.memory.apart, gradients)
         self.budget = ProgramBudget(shared.arenas, self.pair, self.regions, is_limited=is_limited, needed=needed)
