@@ -475,8 +475,6 @@ class StepCapture:
 
         In both cases everything is as before: see Note [Effects once] in snapshot.py.
         """
-        if self.state.objections:
-            raise CaptureRefused(self.state.objections[0])
         suspects: list[Tensor] = []
         said: set[str] = set()
         with ExitStack() as moves:

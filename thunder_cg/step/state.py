@@ -63,7 +63,8 @@ class StepState:
         tensors: all that were found on the graphs' device.
         parameters: those of them that get gradients, or have one, as frozen ones may that the step unfreezes.
         averages: moving averages of models that have been updated once.
-        objections: why no graph would be right, in words, such as a hook, which runs Python in the middle of a step.
+        objection: why no graph would be right, in words; None if one may be.
+        hooked: the same, if it is a hook, which runs Python in the middle of a step, and may change something there.
     """
 
     def __init__(
@@ -103,7 +104,8 @@ class StepState:
         self._behind_names, self._of_roots = Watch(others), Watch(heavy)
         self._hooks_registered = registered_hooks()
         self.facts = Facts.of(simple.facts, others.facts, heavy.facts, self._facts_of_lists())
-        self.objections = [*simple.objections, *others.objections, *heavy.objections]
+        self.hooked = self._said(*simple.hooked, *others.hooked, *heavy.hooked)
+        self.objection = self.hooked or self._said(*simple.objections, *others.objections, *heavy.objections)
         self.tensors = [*{**simple.tensors, **others.tensors, **heavy.tensors}.values()]
         self.parameters = [tensor for tensor in self.tensors if _may_get_gradient(tensor)]
         self._holders = [*others.holders, *heavy.holders]
@@ -178,7 +180,7 @@ class StepState:
         collector.add_definitions()
         for name, hooks in global_hooks():
             collector.facts[name] = len(hooks)
-            collector.objections += [f"{name}: PyTorch has a hook for all of them, which runs Python"] * bool(hooks)
+            collector.hooked += [f"{name}: PyTorch has a hook for all of them, which runs Python"] * bool(hooks)
         return collector
 
     def guard_tensors(self, arguments: Sequence[Tensor]) -> None:
@@ -250,6 +252,13 @@ class StepState:
             self._of_roots = Watch(heavy)
         self._hooks_registered = registered_hooks()
         return True
+
+    def _said(self, *objections: str) -> str | None:
+        """The first one, with the line of the user's code that names what it is about."""
+        if not objections:
+            return None
+        problem, *fix = objections[0].split("; ", 1)
+        return "; ".join((problem + self.line_of(problem), *fix))
 
     def line_of(self, change: str) -> str:
         """The line of the user's code that names what a change is of: " (see train.py:31)"; "" if none is known."""
