@@ -53,7 +53,7 @@ def fused(module):
 
 
 class Whole(Automatic):
-    """Automatic optimization, with the whole step as one graph. Lightning's own backward and step have nothing to do."""
+    """Automatic optimization, with the whole step as one graph. Lightning's own backward and step do nothing."""
 
     def __init__(self, net, transforms, graphed):
         super().__init__(net, transforms)
