@@ -1275,12 +1275,12 @@ def test_calls_that_tell_nothing_are_looked_at_once(monkeypatch):
         for _ in range(5):
             numbers.append(math.sqrt(4.0))
             copy.copy(numbers)
-            os.getcwd()
+            os.listdir()
     finally:
         calls.end()
     counted = Counter(getattr(each, "__name__", getattr(each, "co_name", None)) for each in looked_at)
     assert counted["sqrt"] == counted["append"] == counted["get"] == 1 and counted["copy"] == 2  # of Python and of C
-    assert counted["getcwd"] == 5 and calls.objection is not None
+    assert counted["listdir"] == 5 and calls.objection is not None
 
 
 @pytest.mark.parametrize("make", FAR, ids=lambda make: make.__name__)

@@ -246,8 +246,11 @@ class Calls:
         elif called is globals:
             if _is_users(frame.f_code, frame.f_globals):
                 self._object(frame, f"what globals() gives {_UNSEEN_THERE}", "name what the step needs")
-        elif called in _COMPARED or (name.startswith(_GETTERS) and _is_torchs(called)):
+        elif name.startswith(_GETTERS) and _is_torchs(called):
             self.getters[called] = None
+        elif called in _COMPARED:
+            if _is_called_by_user(frame):
+                self.getters[called] = None
         elif _is_uncompared(called):
             if _is_called_by_user(frame):
                 self._object(frame, f"what {name}() gives {_UNSEEN_THERE}", _CALL_BEFORE, weak=True)
