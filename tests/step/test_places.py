@@ -427,7 +427,8 @@ def test_what_is_not_carried(step_twins, make):
 
 def test_an_argument_that_is_carried(step_twins):
     def run(graphed):
-        layer, keeper = step_twins.model(nn.Linear(4, 4)), SimpleNamespace(last=None)
+        torch.manual_seed(0)
+        layer, keeper = nn.Linear(4, 4).to(step_twins.device), SimpleNamespace(last=None)
         optimizer = sgd(layer.parameters())
 
         def step(x):
