@@ -4,9 +4,9 @@ Note [Objects]
     The bytecode tells which attributes the step's code reads of an object. Where an object is passed on, it does not.
     Then the attributes that a run has looked up are facts (see attributes.py), and all if the class cannot be watched;
     and so is what a class or a module of the user's defines. Of an object of a package that is constant, only numbers,
-    strings and flags are, or its items, if it is a mapping or a sequence; PyTorch's, such as schedulers, are like the
-    user's. Modules and optimizers that any of these lead to are looked at, optimizers whole. An optimizer may wrap
-    another one, as those of Lightning and Accelerate do.
+    strings and flags are, or its items, if it is a mapping or a sequence; those of PyTorch, such as schedulers, and of
+    `contextlib` are like the user's. Modules and optimizers that any of these lead to are looked at, optimizers whole.
+    An optimizer may wrap another one, as those of Lightning and Accelerate do.
 
 Note [Values that nobody reports]
     An array of NumPy, a tensor of its memory and a generator of random numbers change without a trace in any
@@ -651,8 +651,10 @@ def _is_bound(value: Any) -> bool:
     return is_method and not isinstance(value.__self__, (types.ModuleType, type, type(None)))
 
 
-def _is_torch_object(value: Any) -> bool:  # such as a GradScaler
-    return type(value).__module__.startswith("torch.") and own(value, "__dict__") is not MISSING
+def _is_of_library(value: Any) -> bool:
+    """Whether it is an object of PyTorch's or a context of Python's library: a GradScaler, a `nullcontext`."""
+    package = type(value).__module__.partition(".")[0]
+    return package in ("torch", "contextlib") and own(value, "__dict__") is not MISSING
 
 
 def _is_users(value: Any) -> bool:
@@ -662,7 +664,7 @@ def _is_users(value: Any) -> bool:
 
 def _may_change(value: Any) -> bool:
     """Whether the attributes of a value are looked at."""
-    return isinstance(value, _NAMESPACES) or may_change(type(value)) or _is_torch_object(value)
+    return isinstance(value, _NAMESPACES) or may_change(type(value)) or _is_of_library(value)
 
 
 def _items_of(value: Any) -> list[Any]:
