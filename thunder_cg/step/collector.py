@@ -462,7 +462,7 @@ _KINDS: Sequence[tuple[Callable[[Any], bool], Any]] = (
     (_is(*CONTAINERS), Collector._add_container),
     (_is(types.ModuleType, type), Collector._add_names),
     (lambda value: isinstance(value, _FUNCTIONS) or _is_bound(value), Collector._add_function),
-    (_is(*_LOCKS), "is a lock, which no replay would take; take it around the call of the step"),
+    (_is(*_LOCKS), "is a lock, which no replay would take; call what takes it outside of the step"),
     (lambda value: _referent_of(value) is not None, Collector._add_referent),
     (lambda value: _content_of(value) is not None, Collector._add_value),
     (lambda value: _is_collection(value), Collector._add_collection),
