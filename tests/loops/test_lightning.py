@@ -249,7 +249,7 @@ def test_its_optimizer_in_a_step(net, data, backend, device, tmp_path):
     fix = "take optimizers(use_pl_optimizer=False) in the step"  # as `Manual` does
     reasons = str([*graphed.update.in_python])
     if device == "cuda" and "levels below" in reasons:  # what leads to the loader's data there comes first
-        fix = "have the step read it by a name"
+        fix = "have the step name what it needs"
     assert graphed.update.replays == 0 and fix in reasons and "do that outside" not in reasons, reasons
 
 
