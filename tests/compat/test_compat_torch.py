@@ -92,6 +92,10 @@ def test_what_is_active_on_a_thread() -> None:
         assert compat.saved_tensors_hooks() is not None
     with torch.device("cpu"):
         assert compat.function_mode_count() == 1 and compat.only_device_modes() and compat.default_device_is_set()
+    torch.set_default_device("cpu")
+    assert compat.default_device_is_set()
+    torch.set_default_device(None)
+    assert not compat.default_device_is_set()
     with torch.overrides.TorchFunctionMode():
         assert not compat.only_device_modes()
     with torch.autocast("cpu"):

@@ -337,7 +337,8 @@ def autograd_is_active() -> bool:
 
 def default_device_is_set() -> bool:
     """Whether ``torch.set_default_device`` or ``with torch.device(...)`` is in force on this thread."""
-    return bool(function_mode_count()) or "device_context" in torch._GLOBAL_DEVICE_CONTEXT.__dict__
+    default = torch._GLOBAL_DEVICE_CONTEXT.__dict__.get("device_context")  # None after set_default_device(None)
+    return default is not None or bool(function_mode_count())
 
 
 class Settings(enum.Flag):
