@@ -26,8 +26,6 @@ from thunder_cg.compat.thunder import bound_functions, proxy_shape
 from thunder_cg.compat.torch import is_function, is_in_library, library_names
 from thunder_cg.errors import OptionError
 
-__all__ = ["UserRules", "Verdict", "classify", "is_known", "shown", "split_operators", "unmatched"]
-
 _SIMILAR = 0.7  # of two names, from 0 to 1, that one may be a misspelling of the other
 _VERY_SIMILAR = 0.8  # of one that no trace has
 

@@ -21,8 +21,6 @@ from thunder_cg.compat.distributed import ProcessGroup
 from thunder_cg.compat.lines import arguments_at, is_in_library
 from thunder_cg.compat.torch import Settings, is_cudagraph_unsafe, library_names
 
-__all__ = ["Op", "Ops", "Value", "computing", "names_in", "process_groups", "read"]
-
 _DROPPED = frozenset({"DEL", "COMMENT"})  # the transform computes dels again; comments do nothing
 _BOOKKEEPING = frozenset({
     "RETURN", "CONSTRUCT_TUPLE", "DATACLASS_NEW", "PACK_ATTR", "PACK_BUFFER", "PACK_LIST", "PACK_SETITEM",

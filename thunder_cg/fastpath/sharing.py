@@ -154,6 +154,3 @@ def _is_sum(distance: int, steps: Sequence[tuple[int, int]]) -> bool:
     reach = sum(each * often for each, often in others)
     first, last = -((reach - distance) // stride), (distance + reach) // stride
     return any(_is_sum(distance - k * stride, others) for k in range(max(first, -most), min(last, most) + 1))
-
-
-__all__ = ["SharingCheck", "are_apart", "layout", "told_apart"]

@@ -167,6 +167,3 @@ def rewrite_table(json: Path, markdown_file: Path) -> None:
         raise ValueError(f"--json {json}: there is no such file; the table shows its rows")
     results = SuiteResults.read(json)
     write_table(markdown_file, results.rows, results.environment)
-
-
-__all__ = ["CatalogueSettings", "SuiteSettings", "rewrite_table", "run"]
