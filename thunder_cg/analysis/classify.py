@@ -22,8 +22,8 @@ from thunder_cg.analysis.rules import Cause, Reason
 from thunder_cg.analysis.rules.conditions import READS_PAST_VIEW
 from thunder_cg.compat.distributed import capture_problem
 from thunder_cg.compat.lines import BEFORE_BREAK
+from thunder_cg.compat.operators import is_function, is_in_library, library_names
 from thunder_cg.compat.thunder import bound_functions, proxy_shape
-from thunder_cg.compat.torch import is_function, is_in_library, library_names
 from thunder_cg.errors import OptionError
 
 _SIMILAR = 0.7  # of two names, from 0 to 1, that one may be a misspelling of the other

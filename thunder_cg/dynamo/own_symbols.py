@@ -8,6 +8,7 @@ import torch
 from torch.fx import Node
 from torch.nn import functional as F
 
+from thunder_cg.compat.operators import library_name
 from thunder_cg.compat.splitter import (
     can_trace,
     depends_on_autocast,
@@ -17,7 +18,7 @@ from thunder_cg.compat.splitter import (
     is_wait,
     operator_name,
 )
-from thunder_cg.compat.torch import library_name, tree_leaves
+from thunder_cg.compat.torch import tree_leaves
 from thunder_cg.dynamo import operators
 from thunder_cg.dynamo.fallbacks import has_another_derivative, returns_cpu_scalar
 from thunder_cg.dynamo.nodes import argument, call_instead, return_first_alone

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from thunder_cg.compat.torch import dynamo_recompile_limit
+from thunder_cg.compat.torch_compile import dynamo_recompile_limit
 from thunder_cg.progress import Progress
 from thunder_cg.tools.arguments import JOBS
 from thunder_cg.tools.results import environment
