@@ -33,7 +33,7 @@ from thunder.core.compile_data import (
 )
 from thunder.core.devices import to_torch_device
 from thunder.core.dtypes import is_float_dtype, to_torch_dtype
-from thunder.core.interpreter import get_interpreterruntimectx, interpreter_needs_wrap, unwrap
+from thunder.core.interpreter import InterpreterError, get_interpreterruntimectx, interpreter_needs_wrap, unwrap
 from thunder.core.jit_ext import (
     _general_jit_lookaside_map,
     ensure_recursive_proxies,
@@ -314,6 +314,8 @@ class _CompileScope:
         if self._compiling is not None:
             self._compiling.__exit__(None, None, None)
         reset_compile_data_and_stats(self._token)
+        if isinstance(error, InterpreterError) and isinstance(error.__cause__, KeyboardInterrupt):
+            raise error.__cause__ from None  # whoever goes on after an error of Thunder's would not end
         if isinstance(error, Exception) and is_ours(self._data):
             type(self).raised(self._data, self._statistics, error)
 
