@@ -264,6 +264,9 @@ class GraphedStep:
         try:
             if state.objections:
                 raise CaptureRefused(state.objections[0])
+            if (weight := state.kept_by_autocast()) is not None:
+                problem = f"autocast is entered outside of the step, where it may keep {weight} as it was cast before"
+                raise CaptureRefused(f"{problem}; enter it in the step alone")
             if (objection := self._communicates[call.layout].objection) is not None:
                 raise RanksDiffer(objection[0], may_pass=objection[1])
             could_replay = known is not None

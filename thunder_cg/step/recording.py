@@ -29,6 +29,7 @@ from thunder_cg.compat.distributed import ProcessGroup
 from thunder_cg.compat.torch import (
     Settings,
     has_storage,
+    is_zero_tensor,
     kernel_settings,
     keystr,
     tree_flatten,
@@ -41,11 +42,10 @@ from thunder_cg.errors import CaptureLater, CaptureRefused, ReplayRefused
 from thunder_cg.runtime.agreement import Collectives
 from thunder_cg.runtime.arena import Arena
 from thunder_cg.runtime.backend import Backend, Graph, Pool
-from thunder_cg.runtime.guards import Guard
 from thunder_cg.runtime.inputs import CopiedInput, place
 from thunder_cg.runtime.outputs import AliasedInput, Outputs
 from thunder_cg.runtime.recording import RecordingUse
-from thunder_cg.runtime.tensors import address_if_any, copy_all, is_plain
+from thunder_cg.runtime.tensors import address_if_any, copy_all, is_plain, layout
 from thunder_cg.step.averages import known_to_be_positive
 from thunder_cg.step.calls import Calls
 from thunder_cg.step.facts import ATOMS
@@ -73,6 +73,7 @@ class Batch:
     """The arguments of one call: tensors on the device of the graphs, and the rest."""
 
     tensors: list[Tensor]
+    same: dict[int, int]  # positions of tensors that are the same one as an earlier one, and its position
     constants: tuple[Any, ...]  # the type and the value of each leaf, and more; `_TENSOR` for a tensor
     structure: Any  # None if each argument is a tensor
 
@@ -89,7 +90,8 @@ class Batch:
                 name = _name(tensor, leaves, structure)
                 problem = f"{name} is on {tensor.device}, and the step's graph on {device_type}"
                 raise CaptureRefused(f"{problem}; move the batch to the device before the call")
-            if type(tensor) is not Tensor or tensor.requires_grad or tensor.is_nested or not has_storage(tensor):
+            has_memory = has_storage(tensor) and not is_zero_tensor(tensor)
+            if type(tensor) is not Tensor or tensor.requires_grad or tensor.is_nested or not has_memory:
                 kind = "tensor that requires grad" if tensor.requires_grad else type(tensor).__name__
                 kind = "nested tensor" if tensor.is_nested else kind
                 fix = "pass it detached, or have the step read it from outside"
@@ -104,13 +106,14 @@ class Batch:
                 name = _name(leaf, leaves, structure)
                 raise CaptureRefused(f"{name} is a {type(leaf).__name__}; {fix_of_argument(leaf)}")
         constants = tuple(_TENSOR if isinstance(leaf, Tensor) else _constant(leaf) for leaf in leaves)
-        return cls(tensors, constants, structure)
+        ids = [*map(id, tensors)]
+        same = {} if len({*ids}) == len(ids) else {i: at for i, each in enumerate(ids) if (at := ids.index(each)) != i}
+        return cls(tensors, same, constants, structure)
 
     @property
     def layout(self) -> Any:
         """What has to be equal for two batches to be laid out alike."""
-        shapes = tuple((tuple(t.shape), t.stride(), t.dtype, t.device) for t in self.tensors)
-        return shapes, self.constants, self.structure
+        return tuple(map(layout, self.tensors)), self.constants, (self.structure, *self.same.items())
 
     def call(self, fn: Callable[..., Any], tensors: Iterable[Tensor]) -> Any:
         """Calls ``fn`` with other tensors in the places of the batch's; `CaptureRefused` if it changes one of them.
@@ -144,10 +147,10 @@ def changed_argument(before: Any, after: Any) -> tuple[str, Any, Any] | None:
 
     Its name, and its values before and after: "argument 0"; or, of a tensor, "the shape of argument 0", and the shapes.
     """
-    (shapes, then, structure, *rest), (now_shapes, now, now_structure, *now_rest) = before, after
-    if (structure, rest) != (now_structure, now_rest):
+    (shapes, then, *rest), (now_shapes, now, *now_rest) = before, after
+    if rest != now_rest:
         return None
-    pairs = zip(shapes, now_shapes)
+    (structure, *_), pairs = rest[0], zip(shapes, now_shapes)
     for i, (a, b) in enumerate(zip(then, now)):
         if a is b is _TENSOR:
             (old, *_), (new, *_) = next(pairs)
@@ -176,7 +179,6 @@ class StepRecording(RecordingUse):
 
     layout: Any
     arena: Arena
-    guard: Guard
     state: StepState
     graph: Graph
     outputs: Outputs
@@ -238,8 +240,6 @@ class StepRecording(RecordingUse):
             carried: what `carried_in` has returned.
             left: gradients that earlier replays have left, of this recording or another one.
         """
-        if not self.guard.holds([*batch.tensors]):
-            return "the batch is aligned otherwise than the one that was captured"
         if any(address_if_any(tensor) in self.memory for tensor in (*batch.tensors, *carried)):
             return _SHARES
         if self.overwritten.are_held() or (left is not self.left and self._may_reuse(left)):
@@ -528,9 +528,8 @@ class StepCapture:
         inputs = [*batch.tensors, *state.carried_tensors()]
         if _storages(inputs) & _storages([*state.tensors, *(each for each in before.memory if each is not None)]):
             raise CaptureLater(_SHARES)
-        guard = Guard([*batch.tensors], [], frozenset())
         memory = {at: tensor for at, tensor in memory_of_tensors(state.device).items() if at not in before.moved}
-        copied, buffers = place(pool, inputs, frozenset(), {})
+        copied, buffers = place(pool, inputs, frozenset(), batch.same)
         copy_all([each.target for each in copied], [each.source(inputs) for each in copied])
         versions = [version(tensor) for tensor in (*state.tensors, *buffers)]
         places = state.places_of_tensors()
@@ -559,7 +558,6 @@ class StepCapture:
         return StepRecording(
             layout=batch.layout,
             arena=self.arena,
-            guard=guard,
             state=state,
             graph=graph,
             outputs=outputs,

@@ -41,7 +41,7 @@ from thunder_cg.step.collector import CONTAINERS, Collector, Watch, is_simple
 from thunder_cg.step.facts import Facts, Same, is_equal
 from thunder_cg.step.gradients import place_of
 from thunder_cg.step.places import Carried, Place, places_of
-from thunder_cg.step.reads import GROWING, MISSING, Called, Read, content_of_cell, links_of, reads_of
+from thunder_cg.step.reads import GROWING, MISSING, Called, Read, content_of_cell, is_compiled, links_of, reads_of
 from thunder_cg.step.snapshot import Snapshot
 
 
@@ -261,6 +261,19 @@ class StepState:
         """What names a tensor of the state, in few words."""
         names = [label for label, fact in self.facts.items() if isinstance(fact, Same) and fact.value is tensor]
         return min(names, key=len)
+
+    def kept_by_autocast(self) -> str | None:
+        """The name of a weight that an autocast around the step casts, and keeps cast for later calls; None if none is.
+
+        What Thunder or Dynamo compiles casts weights by itself.
+        """
+        if not (torch.is_autocast_enabled(self._device_type) and torch.is_autocast_cache_enabled()):
+            return None
+        modules = [module for _, root in self._roots if isinstance(root, nn.Module) for module in root.modules()]
+        compiled = {id(each) for module in modules if is_compiled(module) for each in module.parameters()}
+        casts = (each for each in self.parameters if each.requires_grad and each.dtype is torch.float32)
+        kept = next((each for each in casts if id(each) not in compiled), None)
+        return None if kept is None else self.name_of(kept)
 
     def optimizers(self) -> list[Optimizer]:
         return [root for _, root in self._roots if isinstance(root, Optimizer)]
