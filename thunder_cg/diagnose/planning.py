@@ -56,13 +56,16 @@ def plan(
 
     Raises:
         NotCompiledError: ``thunderfx`` made ``fn_or_module``, so Dynamo cuts it into graphs when it runs; or
-            ``graphed_step`` did; or Thunder's fsdp did, and its whole parameters are gone.
+            ``graphed_step`` did, which captures what a run of it does; or Thunder's fsdp did, and its whole parameters
+            are gone.
         OptionError: a value that an option cannot have, an option that there is not, an argument of the function among
             the options, or no function at all.
         BackendError: there are CUDA tensors, and the backend does not work on this machine.
     """
     if (maker := made_by(fn_or_module)) not in (None, "thunder.jit"):
-        raise NotCompiledError(fn_or_module, f"{maker} made this, and a plan is of what thunder.jit makes", "plan")
+        fix = "call it a few times, and explain(it) says what is captured; or plan a module or function that it calls"
+        problem = f"{maker} made this, and what it captures is known only once it has run"
+        raise NotCompiledError(fn_or_module, problem, "plan", fix)
     if not callable(fn_or_module):
         raise OptionError("fn_or_module", fn_or_module, "a function or module", "pass the model", "plan")
     source = original(fn_or_module)

@@ -245,6 +245,9 @@ class Calls:
         elif called is globals:
             if _is_users(frame.f_code, frame.f_globals):
                 self._object(frame, f"what globals() gives {_UNSEEN_THERE}", "name what the step needs")
+        elif called is open:
+            if _is_called_by_user(frame):
+                self._object(frame, "the step opens a file{at}, and no replay would", _OUTSIDE, weak=True)
         elif _is_uncompared(called):
             if _is_called_by_user(frame):
                 self._object(frame, f"what {name}() gives {_UNSEEN_THERE}", _CALL_BEFORE, weak=True)

@@ -263,7 +263,7 @@ class GraphedStep:
         calls, votes = Calls(self._backend.device_type), Round(self._groups(call.layout) or [], asks=True)
         try:
             if state.objections:
-                raise CaptureRefused(state.objections[0])
+                raise CaptureRefused(state.objection())
             if (weight := state.kept_by_autocast()) is not None:
                 problem = f"autocast is entered outside of the step, where it may keep {weight} as it was cast before"
                 raise CaptureRefused(f"{problem}; enter it in the step alone")
@@ -376,10 +376,10 @@ class GraphedStep:
             kept = 0 if self._groups(layout) else self._max_recordings - 1  # ranks may not find the same one
             self._ready[layout] = [ready, *self._ready.pop(layout, ())[:kept]]
             _forget_oldest(self._ready)
-        elif objections := (self._state() if is_new else state).objections:  # the cause, maybe, and in the way anyway
+        elif (new := self._state() if is_new else state).objections:  # the cause, maybe, and in the way anyway
             self.in_python[reason] -= 1
-            self.in_python[objections[0]] += 1
-            self._refuse(layout, state.facts, objections[0])
+            self.in_python[new.objection()] += 1
+            self._refuse(layout, state.facts, new.objection())
             return result
         else:
             fix = fix_of_moved(moved) if moved else fix_of_change(str(change), state.facts, self._roots, in_step=True)

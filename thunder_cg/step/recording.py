@@ -126,9 +126,10 @@ class Batch:
         places = [*map(place_of, given)]
         args, kwargs = (leaves, {}) if self.structure is None else tree_unflatten(leaves, self.structure)
         result = fn(*args, **kwargs)
-        if any(t.requires_grad or vars(t) or place_of(t) != place for t, place in zip(given, places)):
-            fix = "take another tensor of its content, as in x = x.detach().requires_grad_()"
-            raise CaptureRefused(f"the step changes a tensor that is an argument; {fix}")
+        for tensor, before in zip(given, places):
+            if tensor.requires_grad or vars(tensor) or place_of(tensor) != before:
+                fix = "take another tensor of its content, as in x = x.detach().requires_grad_()"
+                raise CaptureRefused(f"the step changes {_name(tensor, leaves, self.structure)}; {fix}")
         if self.structure is not None:
             left, structure = tree_flatten((args, kwargs))
             if structure != self.structure or not all(map(is_, left, leaves)):
@@ -476,7 +477,7 @@ class StepCapture:
         In both cases everything is as before: see Note [Effects once] in snapshot.py.
         """
         if self.state.objections:
-            raise CaptureRefused(self.state.objections[0])
+            raise CaptureRefused(self.state.objection())
         suspects: list[Tensor] = []
         said: set[str] = set()
         with ExitStack() as moves:

@@ -40,6 +40,7 @@ from thunder_cg.step.attributes import Attributes, Names
 from thunder_cg.step.collector import CONTAINERS, Collector, Watch, is_simple
 from thunder_cg.step.facts import Facts, Same, is_equal
 from thunder_cg.step.gradients import place_of
+from thunder_cg.step.outside import shared_generator
 from thunder_cg.step.places import Carried, Place, places_of
 from thunder_cg.step.reads import GROWING, MISSING, Called, Read, content_of_cell, is_compiled, links_of, reads_of
 from thunder_cg.step.snapshot import Snapshot
@@ -84,7 +85,7 @@ class StepState:
         self._places = {read.place for read, _ in reads}
         simple = Collector(device_type, self._names, carried)
         self._paths = [read.path for read, _ in reads if read.path is not None]
-        self._lines = {read.label: read.line for read, _ in reads}
+        self._lines = {shared_generator(value) or read.label: read.line for read, value in reads}
         self._growing = [read for read, _ in reads if read.only_grows]
         reads = [(read, value) for read, value in reads if not read.only_grows]
         reads = [(read, value) for read, value in reads if not self._is_carried(read, value, simple)]
@@ -256,6 +257,12 @@ class StepState:
         label = re.sub(r"^(len\(|what |the order of |the bases of |type\()+", "", change)
         names = [n for n, line in self._lines.items() if line and re.match(rf"{re.escape(n)}\W", label)]
         return f" (see {self._lines[max(names, key=len)]})" if names else ""
+
+    def objection(self) -> str:
+        """The first one, with the line of the user's code that names what it is about; there has to be one."""
+        problem, mark, fix = self.objections[0].partition("; ")
+        line = "" if re.search(r":\d", problem) else self.line_of(problem)
+        return f"{problem}{line}{mark}{fix}"
 
     def name_of(self, tensor: Tensor) -> str:
         """What names a tensor of the state, in few words."""
