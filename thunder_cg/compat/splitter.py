@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
+from inspect import getclosurevars
 from itertools import takewhile
 from typing import Any
 from unittest.mock import patch
@@ -38,6 +39,7 @@ __all__ = [
     "compute_without_gradient",
     "depends_on_autocast",
     "example",
+    "fake_arguments",
     "fallback_of",
     "fixed_float",
     "for_splitter",
@@ -53,6 +55,7 @@ __all__ = [
     "keeping_fallbacks",
     "known_constant",
     "loses_wait",
+    "modes_of",
     "numpy_name",
     "on_examples",
     "operator_name",
@@ -270,6 +273,7 @@ def fallback_of(node: Node) -> Callable[..., Any] | None:
 def keeping_fallbacks(
     objection: Callable[[Node], str | None],
     rewrite: Callable[[GraphModule], None],
+    join: Callable[[dict[Node, int], frozenset[int]], dict[Node, int]],
     around_inductor: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> Iterator[None]:
     """Inside, Thunder's splitter keeps operators that Thunder calls as they are, if it can trace them.
@@ -280,6 +284,8 @@ def keeping_fallbacks(
     Args:
         objection: says of any node of the graph why Inductor gets it nevertheless.
         rewrite: gets each graph that was split, before its parts are compiled.
+        join: gets the number of the part of each call in a graph, and the numbers of Thunder's parts, before it is
+            split. It may rewrite the graph, and returns the numbers by which it is split.
         around_inductor: gets what has Inductor compile a piece, and returns what to call in its place.
     """
     is_supported = utils.is_node_supported_by_thunder
@@ -287,8 +293,10 @@ def keeping_fallbacks(
     split = splitter.split_module
     untracked = cache(without_gradient)
 
-    def split_balanced(*args: Any, **kwargs: Any) -> GraphModule:
-        whole = split(*args, **kwargs)
+    def split_balanced(module: GraphModule, split_callback: Callable[[Node], int], **kwargs: Any) -> GraphModule:
+        parts = join(*_parts(module.graph, split_callback))
+        module.recompile()
+        whole = split(module, split_callback=parts.__getitem__, **kwargs)
         for part in whole.children():
             _restore_grad_mode(part)
         rewrite(whole)
@@ -323,6 +331,13 @@ def keeping_fallbacks(
         yield
 
 
+def _parts(graph: Graph, number_of: Callable[[Node], int]) -> tuple[dict[Node, int], frozenset[int]]:
+    """The number that the splitter gives the part of each call, and the numbers of Thunder's parts."""
+    parts = {node: number_of(node) for node in graph.nodes if node.op.startswith("call")}
+    return parts, frozenset(getclosurevars(number_of).nonlocals["supported_partitions"])
+
+
+_MODES = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast, torch._C._set_grad_enabled)
 Autocast = tuple[str, torch.dtype, bool]  # the type of device, the dtype, whether it casts
 
 
@@ -341,6 +356,29 @@ def _autocasts_at(node: Node) -> Iterator[Autocast]:
             inside.pop(each.args[0], None)
     for device_type, dtype, enabled, *_ in (each.args for each in inside):
         yield device_type, dtype or torch.get_autocast_dtype(device_type), enabled
+
+
+def modes_of(nodes: Iterable[Node]) -> AbstractContextManager[None] | None:
+    """The grad mode and the autocast that nodes of a graph run in, to be entered; None if they do not share them."""
+    nodes = [*nodes]
+    untracked = without_gradient(nodes[0].graph)
+    ((is_untracked, casts), *others) = {(node.name in untracked, (*_autocasts_at(node),)) for node in nodes}
+    if others or any(node.target in _MODES for node in nodes):
+        return None
+
+    @contextmanager
+    def entered() -> Iterator[None]:
+        with torch.set_grad_enabled(not is_untracked), ExitStack() as stack:
+            for kind, dtype, enabled in casts:
+                stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
+            yield
+
+    return entered()
+
+
+def fake_arguments(module: GraphModule) -> list[FakeTensor]:
+    """Fake tensors for the inputs of a piece of a graph of Dynamo's."""
+    return utils.make_fake_arguments(module) or []
 
 
 def _under_autocast(symbol: Any, casts: Sequence[Autocast]) -> Any:

@@ -73,6 +73,7 @@ from thunder.torch import (
     _torch_to_thunder_function_map,
     _vjp_impl,
     augmented_forward_adaptor,
+    autograd_function_apply,
     backward_adaptor,
     meta_adaptor,
     sum as torch_sum,
@@ -319,3 +320,36 @@ def register_function(
     else:
         backward_impls[forward.id] = lambda saved, *gradients: (None,) * len(saved[0])
     return forward
+
+
+def symbol_of_function(
+    executor: OperatorExecutor, id_: str, name: str, function: Callable[..., Any], results: Callable[..., Any]
+) -> Symbol:
+    """A symbol that calls ``function``, and that lives as long as the traces that have it.
+
+    Args:
+        name: of the symbol in traces, where no other symbol has it.
+        results: makes fake tensors like the results.
+    """
+
+    def bind(symbol: BoundSymbol) -> None:
+        symbol._call_ctx = {name: function}
+
+    meta = langctx(Languages.TORCH)(meta_adaptor(results))
+    return Symbol(name, meta, id=id_, is_prim=True, executor=executor, _bind_postprocess=bind)
+
+
+def with_derivative(
+    forward: Callable[..., tuple[Any, Any]], backward: Callable[..., Any], *args: Any
+) -> tuple[TensorProxy, ...]:
+    """In a trace, what ``forward`` computes of tensors, with ``backward`` for its derivative.
+
+    Args:
+        forward: returns the results and what the backward needs.
+        backward: gets the gradients of all results and what it needs, and returns one gradient, or None, per argument.
+    """
+    mask = [True] * len(args)
+    results: tuple[TensorProxy, ...] = autograd_function_apply(
+        lambda _, *given: forward(*given), lambda _, *given: backward(*given), *args, args_tensor_mask=mask
+    )
+    return results

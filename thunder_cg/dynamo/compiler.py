@@ -30,6 +30,7 @@ from thunder_cg.compat.thunder import owns_regions
 from thunder_cg.dynamo.fallbacks import objections
 from thunder_cg.dynamo.layouts import keeping_layouts
 from thunder_cg.dynamo.numbers import specialize_floats, take_out_numbers, take_out_numbers_of_parts
+from thunder_cg.dynamo.pieces import join_pieces
 from thunder_cg.dynamo.rewrites import rewrite
 from thunder_cg.dynamo.writes import makes_only_views, order_counts
 from thunder_cg.errors import CaptureError, OptionError, TransformConflictError
@@ -75,7 +76,9 @@ class Compiler(ThunderCompiler):
             rewrite(module, self.thunder_options)
             put_back = take_out_numbers(module)
             with (
-                keeping_fallbacks(objections(module, self.thunder_options), take_out_numbers_of_parts, keeping_layouts),
+                keeping_fallbacks(
+                    objections(module, self.thunder_options), take_out_numbers_of_parts, join_pieces, keeping_layouts
+                ),
                 Stage(lambda: "splitting a graph of Dynamo's"),
             ):
                 compiled = self._split(module, *inputs)

@@ -83,7 +83,7 @@ def keeping_layouts(compile_piece: Callable[..., Any]) -> Callable[..., Any]:
         operators_of_piece = GraphModule(piece, _copied(piece.graph))
         reads = any(map(reads_by_strides, piece.graph.nodes))
         # Autograd refuses much of what Inductor makes of writes.
-        if (writes_to_inputs(piece.graph) and not reads) or any(map(_is_refused_lstm, piece.graph.nodes)):
+        if (writes_to_inputs(piece.graph) and not reads) or any(map(is_refused_lstm, piece.graph.nodes)):
             return operators_of_piece
         compiled: Callable[..., Any] = compile_piece(piece, inputs, *args, **kwargs)
         *_, output = piece.graph.nodes
@@ -109,7 +109,7 @@ def keeping_layouts(compile_piece: Callable[..., Any]) -> Callable[..., Any]:
     return compiled_piece
 
 
-def _is_refused_lstm(node: Node) -> bool:
+def is_refused_lstm(node: Node) -> bool:
     """Whether it is an LSTM that is trained on a CPU, and whose input has no gradient: Inductor's (2.11) raises."""
     if operator_name(node) != "lstm":
         return False

@@ -72,7 +72,7 @@ _FACTORIES = {
 # PyTorch calls it only where nothing wants a gradient: nn.TransformerEncoder does, in inference.
 _FUSED = {transformer_encoder_layer: "transformer_encoder_layer"}
 
-_executor = register_executor(OperatorExecutor("torch_ops"))
+executor = register_executor(OperatorExecutor("torch_ops"))
 # Of classes: Thunder's gradient of a sum raises, among others.
 _LOSSES = {F.cross_entropy: "cross_entropy", F.nll_loss: "nll_loss"}
 
@@ -111,7 +111,7 @@ def of_list(function: Any) -> Callable[..., Any] | None:
     if flat is None:
         return None
     name = f"{function.__name__}_each"  # Thunder has a symbol of the operator's own name
-    return for_splitter(_callable(register_function(_executor, name, flat), flat), name)
+    return for_splitter(_callable(register_function(executor, name, flat), flat), name)
 
 
 def collective(function: Any) -> Callable[..., Any] | None:
@@ -123,9 +123,9 @@ def collective(function: Any) -> Callable[..., Any] | None:
 @cache
 def _by_autograd(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     if function in _FACTORIES or function in _FUSED:
-        made = register_function(_executor, name, _with_torchs_types(function), differentiable=False)
+        made = register_function(executor, name, _with_torchs_types(function), differentiable=False)
     else:
-        made = register_function(_executor, name, _with_constant_weights(function) if function in _LOSSES else function)
+        made = register_function(executor, name, _with_constant_weights(function) if function in _LOSSES else function)
     return for_splitter(_callable(made, function), name)
 
 
@@ -189,7 +189,7 @@ def _masked_scatter(tensor: torch.Tensor, mask: torch.Tensor, source: torch.Tens
 @cache
 def masked_scatter() -> Callable[..., Any]:
     """``x.masked_scatter(mask, source)``, where ``x`` is not broadcast."""
-    symbol = register_function(_executor, "scatter_masked", _masked_scatter)
+    symbol = register_function(executor, "scatter_masked", _masked_scatter)
     return for_splitter(_callable(symbol, _masked_scatter), "scatter_masked")
 
 
@@ -200,13 +200,13 @@ def _unfold(tensor: torch.Tensor, dimension: int, size: int, step: int) -> torch
 @cache
 def unfold() -> Callable[..., Any]:
     """``x.unfold(0, 4, 2)`` in new memory. Thunder's method of that name is another function."""
-    return for_splitter(_callable(register_function(_executor, "unfold_copy", _unfold), _unfold), "unfold_copy")
+    return for_splitter(_callable(register_function(executor, "unfold_copy", _unfold), _unfold), "unfold_copy")
 
 
 @cache
 def normalize() -> Callable[..., Any]:
     """``F.normalize`` with PyTorch's bits, where nothing wants a gradient."""
-    symbol = register_function(_executor, "normalize", F.normalize, differentiable=False)
+    symbol = register_function(executor, "normalize", F.normalize, differentiable=False)
     return for_splitter(_callable(symbol, F.normalize), "normalize")
 
 
@@ -219,7 +219,7 @@ def drawn(method: str) -> Callable[..., Any]:
         return result
 
     name = method.removesuffix("_")
-    symbol = register_function(_executor, name, draw, differentiable=False)
+    symbol = register_function(executor, name, draw, differentiable=False)
     return for_splitter(_callable(symbol, draw), name)
 
 
@@ -241,7 +241,7 @@ def in_layout(tensor: Any, stride: tuple[int, ...] | None) -> Any:
 @cache
 def laid_out() -> Callable[..., Any]:
     """`in_layout` in a trace."""
-    return for_splitter(_callable(register_function(_executor, "laid_out", in_layout), in_layout), "laid_out")
+    return for_splitter(_callable(register_function(executor, "laid_out", in_layout), in_layout), "laid_out")
 
 
 def _attention(

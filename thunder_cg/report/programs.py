@@ -242,7 +242,7 @@ def outside_of(label: str, graph: Any) -> Iterator[Outside]:
     alike: Counter[tuple[str, str | None, str | None, str]] = Counter()
     for said in reasons:
         name, operator, reason = understood(said)
-        if name in unnamed:
+        if name in unnamed or (name and name not in frames):  # the latter is inside of a trace, compiled by Inductor
             continue
         operator = names.get(name, operator)
         mine = frames.get(name, [])

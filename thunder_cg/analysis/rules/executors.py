@@ -85,6 +85,9 @@ RULES: tuple[Rule, ...] = (
     *rows("torch_ops", """
         index_add index_add_vjp lstm_cell_each lstm_cell_each_vjp scatter_masked scatter_masked_vjp
     """, CAPTURED, Evidence.KNOWN),
+    # What Inductor has compiled of a graph of Dynamo's: thunder_cg.dynamo.pieces asks the rules for what is inside.
+    *rows("torch_ops", "piece piece_backward", CAPTURED, Evidence.KNOWN),
+    *rows("torch_ops", "piece_backward_draws piece_draws", CAPTURED, Evidence.KNOWN, draws=True),
     *rows("torch_ops", "bernoulli exponential normal uniform", CAPTURED, Evidence.KNOWN, settings=Settings.NONE,
           draws=True),
     # On an H200 with torch 2.11, both ways, with ends of groups that change from call to call. A GPU that has no kernel
