@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from thunder_cg.progress import Progress
-from thunder_cg.tools.bench.distributed import RankRow, measure_case, ticks, under_way
-from thunder_cg.tools.bench.measure import EVERY_VARIANT
+from thunder_cg.tools.bench.distributed import RankRow, measure_case, under_way
+from thunder_cg.tools.bench.measure import EVERY_VARIANT, ticks
 from thunder_cg.tools.bench.parallel import variants
 from thunder_cg.tools.bench.rank_cases import RankCase, rank_cases
 from thunder_cg.tools.bench.report import line

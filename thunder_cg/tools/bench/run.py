@@ -6,7 +6,7 @@ import faulthandler
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from io import StringIO
 from pathlib import Path
@@ -24,6 +24,7 @@ from thunder_cg.tools.bench.plots import NAMES, write_plots
 from thunder_cg.tools.bench.report import goals_table, scaling_tables, table
 from thunder_cg.tools.bench.results import BenchmarkResults, ScalingPoint
 from thunder_cg.tools.bench.variants import FLOOR, OURS, THUNDER, THUNDER_OWN, is_meant, variants
+from thunder_cg.tools.measuring import one_thread
 from thunder_cg.tools.results import environment
 from thunder_cg.tools.workers import Supervisor, WorkerProgress, Workers
 
@@ -191,18 +192,6 @@ def _work(task: BenchmarkTask, supervisor: Supervisor) -> None:
     supervisor.send_result(task.measure(*task.arguments, progress=progress, ready=supervisor.wait_for_turn))
 
 
-@contextmanager
-def _one_thread(device: torch.device) -> Iterator[None]:
-    """On a CPU, PyTorch uses one thread: small models are no slower, and other processes disturb them less."""
-    before = torch.get_num_threads()
-    if device.type == "cpu":
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def _warm_up(settings: BenchmarkSettings) -> None:
     """Runs a small case, so that the first case does not pay for loading kernels and the compiler."""
     names = settings.chosen_variants(1)
@@ -228,7 +217,7 @@ def _measure(
     else:
         case = next(series for series in SCALING if series.unit == unit).case(size)
     calls = settings.calls or (10 if settings.quick else 100)
-    with _one_thread(settings.device):
+    with one_thread() if settings.device.type == "cpu" else nullcontext():
         return measure_case(
             case,
             settings.device,

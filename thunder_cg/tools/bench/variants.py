@@ -90,11 +90,14 @@ class Prepared:
     transform: TimedTransform | None = None
 
 
-def step_of(subject: Subject, model: Callable[..., Any]) -> Step:
+def step_of(subject: Subject, model: Callable[..., Any], parameters: Sequence[nn.Parameter] | None = None) -> Step:
     """One call of `model`, the subject's or what it was compiled to.
 
     Inference returns the output. Training returns the loss; it sets gradients to None before, and leaves the
     new ones on the parameters. A whole step also clips them and updates the parameters.
+
+    Args:
+        parameters: those that get gradients; by default the subject's.
     """
     inputs = subject.inputs
     if not subject.case.trains:
@@ -106,10 +109,10 @@ def step_of(subject: Subject, model: Callable[..., Any]) -> Step:
         return infer
     if subject.case.steps:
         return partial(_whole_step(subject, model), *inputs)
-    parameters = list(subject.model.parameters())
+    trained = [*subject.model.parameters()] if parameters is None else parameters
 
     def train() -> Any:
-        for parameter in parameters:
+        for parameter in trained:
             parameter.grad = None
         loss = model(*inputs)
         loss.backward()
@@ -186,13 +189,17 @@ def _compile(subject: Subject) -> Prepared:
 
 
 def _reduce_overhead(subject: Subject) -> Prepared:
-    step = step_of(subject, torch.compile(subject.model, mode="reduce-overhead"))
+    return Prepared(step_of(subject, marked(torch.compile(subject.model, mode="reduce-overhead"))))
 
-    def marked() -> Any:
+
+def marked(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that was compiled with reduce-overhead, whose calls are steps of their own."""
+
+    def call(*inputs: Any) -> Any:
         torch.compiler.cudagraph_mark_step_begin()
-        return step()
+        return compiled(*inputs)
 
-    return Prepared(marked)
+    return call
 
 
 def _graphed_callables(subject: Subject) -> Prepared:
@@ -204,23 +211,28 @@ def _graphed_callables(subject: Subject) -> Prepared:
 
 def _hand_made_of_thunder(subject: Subject) -> Prepared:
     """The kernels of a step of plain Thunder in one graph: the bound for a graph of these kernels."""
-    return _graph_of(subject, _jit(subject, []))
+    return Prepared(in_one_graph(subject, step_of(subject, _jit(subject, []))))
 
 
 def _hand_made(subject: Subject) -> Prepared:
     """The eager kernels of a step in one graph, gradients in the graph's memory, and nothing around the replay."""
-    return _graph_of(subject, subject.model)
+    return Prepared(in_one_graph(subject, step_of(subject, subject.model)))
 
 
-def _graph_of(subject: Subject, model: Callable[..., Any]) -> Prepared:
-    step = step_of(subject, model)
+def in_one_graph(subject: Subject, step: Step) -> Step:
+    """Captures a step."""
+    torch.cuda.synchronize()  # the other stream reads what was made by now
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
             step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with recovering_pool(subject.device) as pool, torch.cuda.graph(graph, pool=pool, stream=stream):
+    mode = "thread_local"  # NCCL's watchdog asks about events meanwhile, from another thread
+    with (
+        recovering_pool(subject.device) as pool,
+        torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode),
+    ):
         output = step()
 
     def replay(alive: Any = (subject, step)) -> Any:
@@ -228,7 +240,7 @@ def _graph_of(subject: Subject, model: Callable[..., Any]) -> Prepared:
         graph.replay()
         return output
 
-    return Prepared(replay)
+    return replay
 
 
 @contextmanager
