@@ -16,7 +16,7 @@ import torch
 from thunder.transforms.cudagraph import CUDAGraphTransform
 from torch import Tensor, nn
 
-from thunder_cg.compat.torch import end_allocate_to_pool
+from thunder_cg.compat.cuda import end_allocate_to_pool
 from thunder_cg.kernels import executors
 from thunder_cg.step import graphed_step
 from thunder_cg.tools.bench.cases import BenchmarkCase
