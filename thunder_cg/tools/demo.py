@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from thunder_cg import cudagraph_transform, explain
 from thunder_cg.progress import Progress
-from thunder_cg.tools.measuring import deterministic_algorithms, one_thread, synchronize
+from thunder_cg.tools.measuring import backend_of, deterministic_algorithms, one_thread, synchronize
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable
@@ -60,8 +60,8 @@ class DemoSettings:
 
     @property
     def backend(self) -> str:
-        """The backend for this device: CUDA graphs, or their stand-in on the CPU."""
-        return "cuda" if self.device.type == "cuda" else "tape"
+        """The backend for this device."""
+        return backend_of(self.device)
 
 
 @dataclass(frozen=True, slots=True)

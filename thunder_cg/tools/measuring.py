@@ -7,8 +7,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import quantiles
+from typing import Literal
 
 import torch
+
+
+def backend_of(device: torch.device) -> Literal["cuda", "tape"]:
+    """The backend for a device: CUDA graphs, or their stand-in on the CPU."""
+    return "cuda" if device.type == "cuda" else "tape"
 
 
 def synchronize(device: torch.device) -> None:

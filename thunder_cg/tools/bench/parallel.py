@@ -34,6 +34,7 @@ from thunder_cg.tools.bench.variants import (
     marked,
     step_of,
 )
+from thunder_cg.tools.measuring import backend_of
 
 DDP, ZERO2, ZERO3, TENSOR = "ddp", "fsdp zero2", "fsdp zero3", "tensor parallel"
 COLLECTIVES_EAGER = "thunder_cg, collectives eager"
@@ -134,7 +135,7 @@ def _split(subject: RankSubject, mesh: Any) -> None:
 def _thunder(subject: RankSubject, collectives: str | None = None, **options: Any) -> RankStep:
     """Args: collectives: `capture_collectives=` of the transform; None to run without graphs."""
     if collectives is not None:
-        backend: Any = "cuda" if subject.device.type == "cuda" else "tape"
+        backend = backend_of(subject.device)
         transform = cudagraph_transform(backend=backend, capture_collectives=collectives)  # type: ignore[arg-type]
         options["transforms"] = [transform]
     compiled: Any = thunder.jit(subject.model, **options)

@@ -21,6 +21,7 @@ from thunder_cg.kernels import executors
 from thunder_cg.step import graphed_step
 from thunder_cg.tools.bench.cases import BenchmarkCase
 from thunder_cg.tools.bench.models import MaskRcnn
+from thunder_cg.tools.measuring import backend_of
 from thunder_cg.transform import CudagraphTransform, cudagraph_transform
 
 Step = Callable[[], Any]
@@ -138,58 +139,35 @@ def _whole_step(subject: Subject, model: Callable[..., Any]) -> Callable[..., An
     return step
 
 
-def _graphed_step(subject: Subject, **options: Any) -> Prepared:
-    backend = "cuda" if subject.device.type == "cuda" else "tape"
-    compiled = _jit(subject, [cudagraph_transform(backend=backend)], **options)
-    step = graphed_step(_whole_step(subject, compiled), modules=[compiled], backend=backend)
-    return Prepared(partial(step, *subject.inputs), step)
-
-
-def _graphed_step_fused(subject: Subject) -> Prepared:
-    return _graphed_step(subject, executors=executors())
-
-
-def _eager(subject: Subject) -> Prepared:
-    return Prepared(step_of(subject, subject.model))
-
-
-def _thunder(subject: Subject) -> Prepared:
-    return Prepared(step_of(subject, _jit(subject, [])))
-
-
-def _thunder_own(subject: Subject) -> Prepared:
-    return Prepared(step_of(subject, _jit(subject, [CUDAGraphTransform()])))
-
-
-def _ours(subject: Subject) -> Prepared:
-    backend = "cuda" if subject.device.type == "cuda" else "tape"
-    transform = TimedTransform(cudagraph_transform(backend=backend).options)
-    compiled = _jit(subject, [transform])
-    return Prepared(step_of(subject, compiled), compiled, transform)
-
-
-def _ours_fused(subject: Subject) -> Prepared:
-    """With kernels that are chosen for the machine: fewer and other ones than Thunder's own."""
-    transform = cudagraph_transform(backend="cuda" if subject.device.type == "cuda" else "tape")
-    return Prepared(step_of(subject, _jit(subject, [transform], executors=executors())))
-
-
-def _jit(subject: Subject, transforms: list[Any], **options: Any) -> Any:
+def _jit(subject: Subject, *transforms: Any, **options: Any) -> Any:
     if not subject.case.dynamo:
-        return thunder.jit(subject.model, transforms=transforms, **options)
+        return thunder.jit(subject.model, transforms=[*transforms], **options)
     from thunder.dynamo import thunderfx  # it is slow to import, and few cases need it
 
     if isinstance(subject.model, MaskRcnn):
         subject.model.hide_from_dynamo()
-    return thunderfx(subject.model, transforms=transforms, **options)
+    return thunderfx(subject.model, transforms=[*transforms], **options)
 
 
-def _compile(subject: Subject) -> Prepared:
-    return Prepared(step_of(subject, torch.compile(subject.model)))
+def _graphs(subject: Subject) -> CudagraphTransform:
+    return cudagraph_transform(backend=backend_of(subject.device))
 
 
-def _reduce_overhead(subject: Subject) -> Prepared:
-    return Prepared(step_of(subject, marked(torch.compile(subject.model, mode="reduce-overhead"))))
+def _calling(compiled: Callable[[Subject], Any]) -> Callable[[Subject], Prepared]:
+    """The variant that calls what the model was compiled to."""
+    return lambda subject: Prepared(step_of(subject, compiled(subject)))
+
+
+def _ours(subject: Subject) -> Prepared:
+    transform = TimedTransform(_graphs(subject).options)
+    compiled = _jit(subject, transform)
+    return Prepared(step_of(subject, compiled), compiled, transform)
+
+
+def _graphed_step(subject: Subject, **options: Any) -> Prepared:
+    compiled = _jit(subject, _graphs(subject), **options)
+    step = graphed_step(_whole_step(subject, compiled), modules=[compiled], backend=backend_of(subject.device))
+    return Prepared(partial(step, *subject.inputs), step)
 
 
 def marked(compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -202,21 +180,15 @@ def marked(compiled: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _graphed_callables(subject: Subject) -> Prepared:
+def _graphed_callable(subject: Subject) -> Any:
     grad = torch.enable_grad() if subject.case.trains else torch.no_grad()
     with grad, recovering_pool(subject.device) as pool:
-        graphed: Any = torch.cuda.make_graphed_callables(subject.model, subject.inputs, pool=pool)
-    return Prepared(step_of(subject, graphed))
+        return torch.cuda.make_graphed_callables(subject.model, subject.inputs, pool=pool)
 
 
-def _hand_made_of_thunder(subject: Subject) -> Prepared:
-    """The kernels of a step of plain Thunder in one graph: the bound for a graph of these kernels."""
-    return Prepared(in_one_graph(subject, step_of(subject, _jit(subject, []))))
-
-
-def _hand_made(subject: Subject) -> Prepared:
-    """The eager kernels of a step in one graph, gradients in the graph's memory, and nothing around the replay."""
-    return Prepared(in_one_graph(subject, step_of(subject, subject.model)))
+def _hand_made(compiled: Callable[[Subject], Any]) -> Callable[[Subject], Prepared]:
+    """A step in one graph, gradients in the graph's memory, and nothing around the replay."""
+    return lambda subject: Prepared(in_one_graph(subject, step_of(subject, compiled(subject))))
 
 
 def in_one_graph(subject: Subject, step: Step) -> Step:
@@ -266,18 +238,19 @@ def recovering_pool(device: torch.device) -> Iterator[Any]:
 
 
 VARIANTS: dict[str, Callable[[Subject], Prepared]] = {
-    EAGER: _eager,
-    THUNDER: _thunder,
-    THUNDER_OWN: _thunder_own,
+    EAGER: _calling(lambda subject: subject.model),
+    THUNDER: _calling(_jit),
+    THUNDER_OWN: _calling(lambda subject: _jit(subject, CUDAGraphTransform())),
     OURS: _ours,
-    COMPILE: _compile,
-    REDUCE_OVERHEAD: _reduce_overhead,
-    GRAPHED_CALLABLES: _graphed_callables,
-    OURS_FUSED: _ours_fused,
+    COMPILE: _calling(lambda subject: torch.compile(subject.model)),
+    REDUCE_OVERHEAD: _calling(lambda subject: marked(torch.compile(subject.model, mode="reduce-overhead"))),
+    GRAPHED_CALLABLES: _calling(_graphed_callable),
+    # With kernels that are chosen for the machine: fewer and other ones than Thunder's own.
+    OURS_FUSED: _calling(lambda subject: _jit(subject, _graphs(subject), executors=executors())),
     GRAPHED_STEP: _graphed_step,
-    GRAPHED_STEP_FUSED: _graphed_step_fused,
-    FLOOR_OF_THUNDER: _hand_made_of_thunder,
-    FLOOR: _hand_made,
+    GRAPHED_STEP_FUSED: lambda subject: _graphed_step(subject, executors=executors()),
+    FLOOR_OF_THUNDER: _hand_made(_jit),  # the bound for a graph of these kernels
+    FLOOR: _hand_made(lambda subject: subject.model),
 }
 ON_CPU = (EAGER, THUNDER, OURS)
 _OF_WHOLE_STEPS = (GRAPHED_STEP, GRAPHED_STEP_FUSED)

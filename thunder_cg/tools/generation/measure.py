@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from thunder_cg.kernels import executors
 from thunder_cg.tools.bench.variants import EAGER, OURS, OURS_FUSED, REDUCE_OVERHEAD, THUNDER, THUNDER_OWN
 from thunder_cg.tools.generation.models import LITGPT, Compile, GeneratingModel
-from thunder_cg.tools.measuring import synchronize
+from thunder_cg.tools.measuring import backend_of, synchronize
 from thunder_cg.tools.suite.language import vocabulary
 from thunder_cg.tools.suite.measure import make_model
 from thunder_cg.transform import cudagraph_transform
@@ -101,12 +101,12 @@ def _prepared(entry: GeneratingModel, variant: str, device: torch.device, new: i
 
 
 def _compiler(variant: str, entry: GeneratingModel, device: torch.device) -> Compile | None:
-    backend = "cuda" if device.type == "cuda" else "tape"
+    graphs = cudagraph_transform(backend=backend_of(device))
     options: Mapping[str, Mapping[str, Any]] = {
         THUNDER: {},
         THUNDER_OWN: {"transforms": [CUDAGraphTransform()]},
-        OURS: {"transforms": [cudagraph_transform(backend=backend)]},
-        OURS_FUSED: {"transforms": [cudagraph_transform(backend=backend)], "executors": executors()},
+        OURS: {"transforms": [graphs]},
+        OURS_FUSED: {"transforms": [graphs], "executors": executors()},
     }
     if variant == EAGER:
         return lambda fn: fn

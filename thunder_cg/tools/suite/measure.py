@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from thunder_cg.compat.torch import tree_leaves, tree_map
 from thunder_cg.report.report import Report, explain
 from thunder_cg.tools.demo import same_bits
-from thunder_cg.tools.measuring import deterministic_algorithms, free_memory, quiet_collector
+from thunder_cg.tools.measuring import backend_of, deterministic_algorithms, free_memory, quiet_collector
 from thunder_cg.tools.suite.counts import fill_counts, graph_breaks
 from thunder_cg.tools.suite.models import LEARNING_RATE, SuiteModel
 from thunder_cg.tools.suite.row import FX, JIT, TRAINING, SuiteRow
@@ -157,11 +157,10 @@ def measure(
         begins: called with the name of each stage.
     """
     row = SuiteRow(entry.name, entry.package, mode)
-    backend = "cuda" if device.type == "cuda" else "tape"
     try:
         plain, row.path, row.not_jit = _uncaptured(entry, mode, device, begins)
         begins("with graphs")
-        transforms = [cudagraph_transform(backend=backend)]
+        transforms = [cudagraph_transform(backend=backend_of(device))]
         pair = _Pair(entry, row, device, transforms, NOWHERE, plain)
         difference = pair.difference()
         fill_counts(row, pair.reports, pair.breaks)
