@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import thunder
@@ -67,6 +68,39 @@ class TimedTransform(CudagraphTransform):
             self.seconds += time.perf_counter() - start
             if collects:
                 gc.enable()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseSettings:
+    """Which cases to measure in which variants, and where the numbers go.
+
+    Attributes:
+        device: with several ranks, of which kind; each rank has its own.
+        quick: a few small cases and calls.
+        names: the cases whose names hold one of these.
+        variants: those that one of these means: it is the variant's name, or a part of it and no other variant's name.
+            None for all.
+        calls: of a turn, at most; None for the default.
+        jobs: how many cases are prepared at once. They are timed one by one.
+        json: a file for the numbers. Those that it has of other cases, from this machine, stay in it.
+    """
+
+    device: torch.device
+    quick: bool = False
+    names: Sequence[str] = ("",)
+    variants: Sequence[str] = ()
+    calls: int | None = None
+    jobs: int = 1
+    json: Path | None = None
+
+    def has(self, case: str) -> bool:
+        """Whether to measure the case of this name."""
+        return any(name in case for name in self.names)
+
+    def meant(self, names: Sequence[str]) -> list[str]:
+        """Those of the variants of these names to measure."""
+        texts = self.variants
+        return [n for n in names if not texts or any(text == n or (text in n and text not in names) for text in texts)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,8 +299,3 @@ def variants(device: torch.device) -> Sequence[str]:
 def is_of(case: BenchmarkCase, name: str) -> bool:
     """Whether the case has this variant."""
     return name not in (_NOT_OF_WHOLE_STEPS if case.steps else _OF_WHOLE_STEPS)
-
-
-def is_meant(name: str, names: Sequence[str], texts: Sequence[str]) -> bool:
-    """Whether one of the texts means this variant: it is its name, or a part of it and no other variant's name."""
-    return any(text == name or (text in name and text not in names) for text in texts)
