@@ -22,7 +22,7 @@ from thunder.core.compile_data import (
     set_compile_data_and_stats,
 )
 from thunder.core.dtypes import to_torch_dtype
-from thunder.core.interpreter import get_interpreterruntimectx, unwrap
+from thunder.core.interpreter import InterpreterError, get_interpreterruntimectx, unwrap
 from thunder.core.jit_ext import _general_jit_lookaside_map, is_created_during_tracing
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
@@ -103,6 +103,8 @@ class _CompileScope:
         if self._compiling is not None:
             self._compiling.__exit__(None, None, None)
         reset_compile_data_and_stats(self._token)
+        if isinstance(error, InterpreterError) and isinstance(error.__cause__, KeyboardInterrupt):
+            raise error.__cause__ from None  # whoever goes on after an error of Thunder's would not end
         if isinstance(error, Exception) and is_ours(self._data):
             type(self).raised(self._data, self._statistics, error)
 

@@ -21,7 +21,6 @@ from thunder_cg.analysis import rules
 from thunder_cg.analysis.rules import Reason
 from thunder_cg.compat.splitter import (
     GET_DATA,
-    DataDependentOutputException,
     checkpoints,
     depends_on_autocast,
     example,
@@ -34,6 +33,7 @@ from thunder_cg.compat.splitter import (
     loses_wait,
     numpy_name,
     operator_name,
+    reads_values,
     without_gradient,
 )
 from thunder_cg.compat.thunder import is_known_view, symbols_of_functions
@@ -222,12 +222,11 @@ def objection_to_fallback(node: Node, function: Callable[..., Any]) -> str | Non
     if returns_cpu_scalar(node):
         problem = "returns a 0-dim tensor on the CPU, whose gradient Thunder does not sum and its fallback refuses"
         return problem + _WITH_DIMENSION
-    try:
-        if depends_on_autocast(node, function):
-            problem = "computes in another dtype under autocast, which Thunder's fallback for it does not see"
-            return f"{problem}; call it under torch.autocast(device_type, enabled=False), and cast its arguments"
-    except DataDependentOutputException:  # as istft
+    if reads_values(node, function):  # as istft
         return "checks on the host what a tensor holds, which Thunder has no value of while it traces" + _OTHERS
+    if depends_on_autocast(node, function):
+        problem = "computes in another dtype under autocast, which Thunder's fallback for it does not see"
+        return f"{problem}; call it under torch.autocast(device_type, enabled=False), and cast its arguments"
     return None
 
 
