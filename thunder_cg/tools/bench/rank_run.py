@@ -179,12 +179,9 @@ def overview(rows: Sequence[RankRow]) -> str:
     measured = [*dict.fromkeys(row.variant for row in rows)]
     times = _overview(rows, "ms, back to back", measured, lambda row: f"{row.back_to_back_ms:.2f}")
     compared = (THUNDER, OURS, OURS_FUSED, FLOOR)
-    others = _overview(rows, "p99 of ms between the ranks; MB reserved", compared, _skew_and_memory)
+    title = "p99 of ms between the ranks; MB reserved"
+    others = _overview(rows, title, compared, lambda row: f"{row.skew_p99_ms:.2f}; {row.reserved_mb:,.0f}")
     return f"{times}\n\n{others}"
-
-
-def _skew_and_memory(row: RankRow) -> str:
-    return f"{row.skew_p99_ms:.2f}; {row.reserved_mb:,.0f}"
 
 
 def _overview(rows: Sequence[RankRow], title: str, variants: Sequence[str], cell: Callable[[RankRow], str]) -> str:

@@ -254,11 +254,8 @@ def _run(
     cotangents = [torch.randn(t.shape, dtype=t.dtype, device=t.device) for t in roots]
     found = iter(torch.autograd.grad(roots, wanted, cotangents, allow_unused=True))
     gradients = [[next(found) for t in tensors if t.requires_grad] for tensors in given]
-    return [[*map(_detached, tree_leaves(r)), *g] for r, g in zip(results, gradients)]
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
+    leaves = [[leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in tree_leaves(r)] for r in results]
+    return [found + g for found, g in zip(leaves, gradients)]
 
 
 def _same(expected: Any, found: Any, defined: bool, close: bool = False) -> bool:

@@ -109,16 +109,10 @@ def model_inputs(entry: SuiteModel, mode: str, device: torch.device) -> Iterator
     """Fresh inputs of one shape, without end. Each iterator yields the same ones."""
     generator = torch.Generator().manual_seed(SEED)
     while True:
-        with _seeded(int(torch.randint(2**31, (), generator=generator))):
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
             batch = entry.batch_for(mode, device.type == "cpu")
         yield _to(batch, device)
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(seed)
-        yield
 
 
 def _to(batch: Any, device: torch.device) -> Any:
