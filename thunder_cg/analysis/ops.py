@@ -219,12 +219,9 @@ def names_in(tree: Any) -> set[str]:
 
 def process_groups(ops: Iterable[Op]) -> list[ProcessGroup]:
     """The groups that the ops communicate in, in order of first use."""
-    found = (leaf for op in ops if op.communicates for leaf in _call_leaves(op))
-    return list(dict.fromkeys(leaf for leaf in found if isinstance(leaf, ProcessGroup)))
-
-
-def _call_leaves(op: Op) -> Iterable[Any]:
-    return compat.tree_flatten_with_dataclass((op.symbol.args, op.symbol.kwargs))[0] if op.symbol is not None else ()
+    symbols = (op.symbol for op in ops if op.communicates and op.symbol is not None)
+    leaves = (leaf for s in symbols for leaf in compat.tree_flatten_with_dataclass((s.args, s.kwargs))[0])
+    return list(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, ProcessGroup)))
 
 
 def _near(ops: Sequence[Op], forward: Ops | None) -> dict[str, Op]:

@@ -460,11 +460,6 @@ def making_states_in(
             del vars(each)["_init_group"]
 
 
-def end_allocate_to_pool(device: int, pool: Any) -> None:
-    """Ends the allocation to a pool. RuntimeError if no capture allocates to it."""
-    torch._C._cuda_endAllocateToPool(device, pool)
-
-
 def storage_id(tensor: torch.Tensor) -> int:
     """A number that two tensors have in common if they share their storage."""
     return tensor.untyped_storage()._cdata

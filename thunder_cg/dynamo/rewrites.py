@@ -22,34 +22,9 @@ from thunder_cg.compat.splitter import (
     without_gradient,
 )
 from thunder_cg.compat.torch import tensors_in, tree_leaves
-from thunder_cg.dynamo.autograd_functions import give_what_is_used, write_as_before
-from thunder_cg.dynamo.calls import (
-    count_padding_from_start,
-    drop_empty_parts,
-    name_as_thunder_does,
-    name_condition_first,
-    name_vector_norm,
-    pass_by_position,
-    pass_each_operand,
-    reshape_what_thunder_lays_out,
-    scatter_without_waiting,
-    unfold_to_new_memory,
-)
-from thunder_cg.dynamo.constants import (
-    OF_NUMBERS,
-    is_size,
-    make_of_numbers,
-    name_function_of_numbers,
-    read_sizes_first,
-    write_constants,
-    write_floats,
-    write_index,
-    write_out,
-)
-from thunder_cg.dynamo.in_place import DRAWS, NEW, draw_out_of_place, write_as_thunder_does
+from thunder_cg.dynamo import autograd_functions, calls, constants, in_place, own_symbols
 from thunder_cg.dynamo.layouts import LIKE, lay_out_before_strides, make_as_laid_out
 from thunder_cg.dynamo.nodes import call_instead, replace
-from thunder_cg.dynamo.own_symbols import trace_multi_head_attention, use_own_operator, wait_in_trace
 from thunder_cg.dynamo.writes import requires_grad, shares_memory, written_by
 
 
@@ -60,21 +35,21 @@ def _drop_unused(node: Node) -> None:
 
 # What is done with a call, by its function or the name of its method.
 _CALLS: dict[Any, Callable[[Node], None]] = {
-    **dict.fromkeys(DRAWS, draw_out_of_place),
+    **dict.fromkeys(in_place.DRAWS, in_place.draw_out_of_place),
     **dict.fromkeys(LIKE, make_as_laid_out),
-    **dict.fromkeys(OF_NUMBERS, name_function_of_numbers),
-    **dict.fromkeys((torch.as_tensor, torch.tensor), make_of_numbers),
-    **dict.fromkeys(("norm", torch.norm), name_vector_norm),
-    operator.getitem: write_index,
-    torch.cat: drop_empty_parts,
+    **dict.fromkeys(constants.OF_NUMBERS, constants.name_function_of_numbers),
+    **dict.fromkeys((torch.as_tensor, torch.tensor), constants.make_of_numbers),
+    **dict.fromkeys(("norm", torch.norm), calls.name_vector_norm),
+    operator.getitem: constants.write_index,
+    torch.cat: calls.drop_empty_parts,
     torch.cuda.get_device_capability: _drop_unused,
-    torch.einsum: pass_each_operand,
-    F.embedding: count_padding_from_start,
-    F.multi_head_attention_forward: trace_multi_head_attention,
-    "masked_scatter": scatter_without_waiting,
-    "unfold": unfold_to_new_memory,
-    "view": reshape_what_thunder_lays_out,
-    "where": name_condition_first,
+    torch.einsum: calls.pass_each_operand,
+    F.embedding: calls.count_padding_from_start,
+    F.multi_head_attention_forward: own_symbols.trace_multi_head_attention,
+    "masked_scatter": calls.scatter_without_waiting,
+    "unfold": calls.unfold_to_new_memory,
+    "view": calls.reshape_what_thunder_lays_out,
+    "where": calls.name_condition_first,
 }
 
 
@@ -85,30 +60,30 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
         options: those of ``thunder.jit`` that the graph is to be compiled with.
         is_checkpointed: whether it is the graph of a checkpointed function, of which Inductor gets all or nothing.
     """
-    write_floats(module.graph)
+    constants.write_floats(module.graph)
     _detach_data(module.graph)
-    read_sizes_first(module.graph)
+    constants.read_sizes_first(module.graph)
     for call in checkpoints(module.graph):
         _rewrite_checkpointed(call, module, options)
-    give_what_is_used(module)
+    autograd_functions.give_what_is_used(module)
     transformed = inside_transforms(module.graph)
-    write_constants(module.graph, transformed)
+    constants.write_constants(module.graph, transformed)
     nodes = [node for node in module.graph.nodes if node.name not in transformed]
-    write_as_thunder_does(module.graph, nodes, options)
+    in_place.write_as_thunder_does(module.graph, nodes, options)
     for node in nodes:
-        name_as_thunder_does(node)
-        pass_by_position(node)
+        calls.name_as_thunder_does(node)
+        calls.pass_by_position(node)
     for node in (node for node in nodes if node.op in ("call_function", "call_method")):
         if (write := _CALLS.get(node.target)) is not None:
             write(node)
-        elif is_size(node):
-            write_out(node)
+        elif constants.is_size(node):
+            constants.write_out(node)
         elif node.target is torch.ops.higher_order.autograd_function_apply and not is_checkpointed:
-            write_as_before(node, module, options)
+            autograd_functions.write_as_before(node, module, options)
         elif is_collective(node):
-            wait_in_trace(node, options)
+            own_symbols.wait_in_trace(node, options)
         else:
-            use_own_operator(node, options)
+            own_symbols.use_own_operator(node, options)
     lay_out_before_strides(module.graph)
     _leave_out_of_backward(module.graph, transformed, options)
 
@@ -182,6 +157,6 @@ def _leave_out_of_backward(graph: Graph, transformed: frozenset[str], options: d
         has_gradient = any(map(requires_grad, tree_leaves(example(node))))
         if not is_call or has_gradient or not any(tensor.is_floating_point() for tensor in tensors_in(inputs)):
             continue
-        is_fresh = NEW in node.meta or not (written_by(node) or shares_memory(inputs, example(node)))
+        is_fresh = in_place.NEW in node.meta or not (written_by(node) or shares_memory(inputs, example(node)))
         if is_fresh and is_supported(node, options, with_gradient=False) and not is_differentiable(node, options):
             compute_without_gradient(node)

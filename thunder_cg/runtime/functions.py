@@ -55,12 +55,8 @@ def region_function(
         for result in [result for i in launch for result in after.get(i, ())]:
             body.append(_Lines([f"  {result} = {copier}({result})"], (result, copier)))
     function = _build(unused(name, taken), body, inputs, results, (parameter, copier))
-    function.__defaults__ = (_not_copied,)
+    function.__defaults__ = (lambda result: result,)
     return function
-
-
-def _not_copied(result: Any) -> Any:
-    return result
 
 
 def hash_function(

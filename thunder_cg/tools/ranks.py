@@ -39,11 +39,11 @@ class Rank:
     init_method: str = "env://"
 
     @classmethod
-    def of_torchrun(cls, device_type: str = "cpu") -> Rank | None:
+    def of_torchrun(cls) -> Rank | None:
         """This process, if torchrun started it."""
         if not torch.distributed.is_torchelastic_launched():
             return None
-        return cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), device_type)
+        return cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "cpu")
 
     @property
     def device(self) -> torch.device:

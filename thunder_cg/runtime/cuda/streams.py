@@ -219,7 +219,9 @@ def free_workspaces() -> None:
 
 def wait_for_draws(index: int) -> None:
     """Orders the current stream, which draws next, after the one that drew last."""
-    _draws.setdefault(index, StreamOrder(index)).follow()
+    if index not in _draws:
+        _draws[index] = StreamOrder(index)
+    _draws[index].follow()
 
 
 @contextmanager
