@@ -80,6 +80,16 @@ def test_every_verdict_has_its_own_colour_and_captured_rows_are_folded(report: R
     assert [row[1] for row in (unpack, fusion, item, tanh)] == [False, True, False, True]
 
 
+def test_versions_that_differ_in_sizes_only_are_folded(report: Report) -> None:
+    (trace,) = report.traces
+    fine = replace(trace, regions=tuple(replace(region, failure=None) for region in trace.regions))
+    page = replace(
+        report, traces=(fine, replace(fine, entry=1), replace(fine, entry=2, ops=trace.ops[1:]))
+    )._repr_html_()
+    found = re.findall(r"<details( open)?><summary><b>[^<]*version (\d)", page)
+    assert found == [(" open", "0"), ("", "1"), (" open", "2")]
+
+
 def test_a_region_says_what_it_did_and_is_red_if_it_runs_eagerly(report: Report) -> None:
     page = report._repr_html_()
     good, bad = (re.search(f'<summary style="([^"]*)"><b>{name}</b>(.*?)</summary>', page) for name in _REGIONS)

@@ -165,7 +165,7 @@ def _traces(traces: Sequence[TraceReport]) -> Iterator[str]:
     full: list[TraceReport] = []
     alike: Counter[int] = Counter()  # by the identity of the trace that others are like
     for trace in traces:
-        if (same := next((each for each in full if _are_alike(each, trace)), None)) is None:
+        if (same := next((each for each in full if are_alike(each, trace)), None)) is None:
             full.append(trace)
             yield "\n".join(_trace(trace))
             continue
@@ -179,7 +179,7 @@ def _traces(traces: Sequence[TraceReport]) -> Iterator[str]:
             yield f"{of}: {count(more, 'more compiled version')} as version {each.entry}: see explain(fn).traces"
 
 
-def _are_alike(a: TraceReport, b: TraceReport) -> bool:
+def are_alike(a: TraceReport, b: TraceReport) -> bool:
     """Whether the same ops of one function are in regions, or eager for the same reasons, and no capture failed."""
     failed = any(region.failure or region.remark for region in (*a.regions, *b.regions))
     ops = [[(op.name, op.line, op.verdict, op.detail) for op in trace.ops] for trace in (a, b)]
