@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import _maybe_wrap_tensor as wrap_functional, wait_tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _coalescing_manager, _get_process_group_store, _world
+from torch.distributed.tensor import DTensor, distribute_module
 from torch.nn.parallel import DistributedDataParallel
 
 from thunder_cg.compat.torch import tensors_in, tree_map_only
@@ -187,6 +188,29 @@ def why_not_in_step(module: torch.nn.Module) -> tuple[str, str] | None:
         return _DDP
     is_fsdp = any(kind.__module__.startswith("torch.distributed.fsdp.") for kind in type(module).__mro__)
     return _FSDP if is_fsdp else None
+
+
+_HOOKS_OF_DTENSORS = {code for code in distribute_module.__code__.co_consts if isinstance(code, CodeType)}
+
+
+def makes_dtensors(hook: Any) -> bool:
+    """Whether a hook is one by which a module that is parallelized has DTensors as its inputs, or as its results."""
+    return getattr(hook, "__code__", None) in _HOOKS_OF_DTENSORS
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """What has the memory of a DTensor: its part on this rank. Any other tensor is its own."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def layout_of_dtensor(tensor: torch.Tensor) -> Any:
+    """What says which part of a DTensor this rank has: the same object while that is so. None for any other tensor."""
+    return tensor._spec if isinstance(tensor, DTensor) else None
+
+
+def allows_implicit_replication() -> bool:
+    """Whether DTensors take plain tensors for replicated ones on this thread."""
+    return bool(DTensor._op_dispatcher._allow_implicit_replication)
 
 
 def is_distributed() -> bool:

@@ -43,7 +43,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from thunder_cg.compat.distributed import why_not_in_step
+from thunder_cg.compat.distributed import layout_of_dtensor, local_tensor, makes_dtensors, why_not_in_step
 from thunder_cg.compat.torch import (
     OPERATORS,
     attribute_guard,
@@ -246,6 +246,10 @@ class Collector:
         if type(tensor) is Tensor:
             self.places[label] = [(place, place.get()) for place in places]
         self._add_own_attributes(label, tensor, depth)
+        if local_tensor(tensor) is not tensor:
+            parts = partial(_parts_of, tensor)
+            self.facts[f"the part of {label} on this rank"] = Content(parts())
+            self.values.append((parts, parts()))
         if tensor.device.type == self._device_type:
             self.tensors.setdefault(id(tensor), tensor)
         elif not tensor.is_inference():  # a graph has its values baked in
@@ -466,10 +470,12 @@ class Collector:
 
     def _note_hooks(self, where: str, value: Any) -> None:
         for hook in hooks_of(value):
-            code = getattr(hook, "__code__", None)
-            at = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
             self.facts[f"hook {self._hooks} of {where}"] = Same(hook)
             self._hooks += 1
+            if makes_dtensors(hook):
+                continue
+            code = getattr(hook, "__code__", None)
+            at = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
             fix = "remove it, and do in the step what it does"
             if "torch/distributed/" in at:
                 fix = "take thunder.distributed instead"
@@ -670,6 +676,11 @@ def _items_of(value: Any) -> list[Any]:
 
 def _order_of(items: OrderedDict[Any, Any]) -> list[int]:
     return [*map(id, OrderedDict.keys(items))]
+
+
+def _parts_of(tensor: Tensor) -> list[Any]:
+    """What a DTensor is made of."""
+    return [Same(local_tensor(tensor)), Same(layout_of_dtensor(tensor))]
 
 
 def _is_unchanged(container: tuple[Any, Any]) -> bool:

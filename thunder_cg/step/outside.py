@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from thunder_cg.compat.distributed import allows_implicit_replication
 from thunder_cg.compat.torch import Settings, kernel_settings
 from thunder_cg.step.facts import Content
 
@@ -31,6 +32,7 @@ _thread_states: dict[str, Callable[[], Any]] = {
         torch.get_default_device,
     )
 }
+_thread_states["implicit replication of DTensors"] = allows_implicit_replication
 _thread_states |= {f"autocast for {kind}": partial(_autocast, kind) for kind in ("cuda", "cpu")}
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from thunder_cg.compat.distributed import local_tensor
 from thunder_cg.compat.torch import (
     addresses_equal,
     attribute_guard,
@@ -62,6 +63,8 @@ class StepState:
         kinds, compiled_kinds: classes of the user's objects, and those of objects that what is compiled may read.
         objects: of all of these classes.
         tensors: all that were found on the graphs' device.
+        memory: what has the memory of each: of a DTensor, its part on this rank.
+        with_memory: all of both.
         parameters: those of them that get gradients, or have one, as frozen ones may that the step unfreezes.
         averages: moving averages of models that have been updated once.
         objections: why no graph would be right, in words, such as a hook, which runs Python in the middle of a step.
@@ -106,6 +109,8 @@ class StepState:
         self.facts = Facts.of(simple.facts, others.facts, heavy.facts, self._facts_of_lists())
         self.objections = [*simple.objections, *others.objections, *heavy.objections]
         self.tensors = [*{**simple.tensors, **others.tensors, **heavy.tensors}.values()]
+        self.memory = [*map(local_tensor, self.tensors)]
+        self.with_memory = [*{id(tensor): tensor for tensor in (*self.tensors, *self.memory)}.values()]
         self.parameters = [tensor for tensor in self.tensors if _may_get_gradient(tensor)]
         self._holders = [*others.holders, *heavy.holders]
         self.averages = heavy.averages
@@ -191,11 +196,10 @@ class StepState:
         device = self.device
         if (other := next((t.device for t in (*self.tensors, *arguments) if t.device != device), None)) is not None:
             raise CaptureRefused(f"the step uses tensors on {device} and on {other}, and a graph is on one device")
-        for tensor in self.tensors:
+        for tensor in self.memory:
             kind = type(tensor)
             if is_wrapper(tensor) or not (isinstance(tensor, nn.Parameter) or kind in (Tensor, nn.Buffer)):
-                fix = "; take thunder.distributed for what it does" * (kind.__name__ == "DTensor")
-                raise CaptureRefused(f"the step uses a {kind.__name__}, which is no plain tensor{fix}")
+                raise CaptureRefused(f"the step uses a {kind.__name__}, which is no plain tensor")
             if tensor.is_nested:
                 raise CaptureRefused("the step uses a nested tensor, which has no shape; pad it")
             if tensor.is_inference():
@@ -203,9 +207,9 @@ class StepState:
                 raise CaptureRefused(f"{problem}; clone it outside of inference mode, or make it in no_grad()")
             if not has_storage(tensor):
                 raise CaptureRefused(f"the step uses a tensor with the layout {tensor.layout}, which has no address")
-        self._metadata = tensor_guards(self.tensors)
-        self._addresses: list[int | None] = [tensor.data_ptr() for tensor in self.tensors]
-        self._indices = [*range(len(self.tensors))]
+        self._metadata = tensor_guards(self.with_memory)
+        self._addresses: list[int | None] = [tensor.data_ptr() for tensor in self.memory]
+        self._indices = [*range(len(self.memory))]
 
     def carried_if_unchanged(self) -> list[Tensor] | None:
         """The tensors that are carried now, if nothing has changed. See Note [Cheap checks of a state]."""
@@ -229,8 +233,8 @@ class StepState:
             return False
         if not self.tensors:
             return True
-        same = addresses_equal(self.tensors, self._addresses, self._indices)
-        return bool(same and self._metadata.check(*self.tensors))
+        same = addresses_equal(self.memory, self._addresses, self._indices)
+        return bool(same and self._metadata.check(*self.with_memory))
 
     def _are_facts_same(self) -> bool:
         """Collects the facts again where something was written to. Those of roots are many."""
@@ -287,7 +291,7 @@ class StepState:
 
     def places_of_tensors(self) -> list[Any]:
         """Where each is, and how it is laid out."""
-        return [place_of(t) if has_storage(t) and not t.is_nested else None for t in self.tensors]
+        return [place_of(t) if has_storage(t) and not t.is_nested else None for t in self.memory]
 
     def moved_since(self, places: Sequence[Any]) -> str | None:
         """What is said of the first tensor that is not where it was; None if all are."""
@@ -322,7 +326,7 @@ class StepState:
         """All that the step may change of it."""
         owners = [value for read, value in self._simple if read.is_owner]
         lists = [value for _, value in self.lists().values()]
-        return Snapshot([*self._holders, *owners, *lists], self._paths, self.tensors)
+        return Snapshot([*self._holders, *owners, *lists], self._paths, self.with_memory)
 
     def tensors_in_holders(self) -> list[Tensor]:
         """What is in containers and objects that the state had, though they may have been replaced since."""
