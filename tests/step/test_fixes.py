@@ -281,7 +281,7 @@ def test_what_the_loop_decides(step_twins):
 @pytest.mark.parametrize(
     ("how", "fix"),
     [
-        (lambda m: m.weight.register_hook(lambda g: g), "in each step; remove it, and do in the step what it does"),
+        (lambda m: m.weight.register_hook(lambda g: g), "; remove it, and do in the step what it does"),
         (lambda m: prune.identity(m, "weight"), "take torch.nn.utils.parametrize with a module that multiplies by"),
     ],
 )
@@ -369,9 +369,9 @@ def test_hooks_are_named_though_they_change_something(run, device, kind):
         return make
 
     step, (said, *_) = run(make(getattr(nn.utils, kind)))
-    fix = f"(see test_fixes.py:N); take torch.nn.utils.parametrizations.{kind} instead"
-    said = re.sub(r"\.py:\d+", ".py:N", said)
-    assert step.replays == 0 and said.endswith(f"layer has a hook, which runs Python in each step {fix}"), said
+    fix = f"; take torch.nn.utils.parametrizations.{kind} instead"
+    said = re.sub(r" \(see test_fixes\.py:\d+\)", "", said)
+    assert step.replays == 0 and said.endswith(f"layer has a hook, which runs Python in each step{fix}"), said
     step, said = run(make(getattr(nn.utils.parametrizations, kind)))
     assert step.replays >= 6 and not said, said
 

@@ -372,8 +372,9 @@ def test_iterators(step_twins, make):
     step = step_twins.graphed(make_step(lambda y: y * (1 + float(next(value))))(step_twins.model()))
     for _ in range(4):
         step(*step_twins.batch())
-    said = r"which no replay would advance \(see test_step_reads.py:\d+\); take the next item outside"
-    assert step.captures == 0 and re.search(said, str(explain(step)))
+    said = str(explain(step))
+    assert step.captures == 0 and "which no replay would advance (see test_step_reads.py:" in said
+    assert "; take the next item outside" in said
     assert step_twins.device == "cuda" or sum(1 for _ in zip(value, range(10))) == 10
 
 
@@ -1233,6 +1234,13 @@ def state_of(fn, device_type="cpu"):
     return state
 
 
+def objection_to(fn, device_type="cpu"):
+    """Why no graph of a step would be right, without the user's line, which is there."""
+    said, lines = re.subn(r" \(see test_step_reads\.py:\d+\)", "", state_of(fn, device_type).objection)
+    assert lines == 1, said
+    return said
+
+
 def test_calls_that_tell_nothing_are_looked_at_once(monkeypatch):
     """Whoever makes them: most calls of a step are of that kind, and to look at each takes longer than the step."""
     looked_at = []
@@ -1277,7 +1285,7 @@ def test_what_no_name_leads_to(monkeypatch, make):
     monkeypatch.setenv("SCALE", "1")
     step, change = make()
     state = state_of(step)
-    assert state.holds() and state.again().facts == state.facts and not state.objections
+    assert state.holds() and state.again().facts == state.facts and not state.objection
     copy_context().run(_and_hold_no_more, change, state)
 
 
@@ -1330,21 +1338,20 @@ def test_a_tensor_on_the_host_of_a_step_on_a_gpu(write, made):
 
 def test_a_big_tensor_on_the_host_of_a_step_on_a_gpu():
     values = torch.ones(20_000)
-    (objection,) = state_of(lambda y: y * values[0].item(), "cuda").objections
+    objection = objection_to(lambda y: y * values[0].item(), "cuda")
     assert objection.startswith("values is a tensor of 80,000 bytes on the CPU") and objection.endswith("to cuda")
-    assert not state_of(lambda y: y * values[0].item()).objections  # beside the graph's own memory
+    assert not state_of(lambda y: y * values[0].item()).objection  # beside the graph's own memory
 
 
 def test_a_cache_that_cannot_be_compared():
     step, _ = what_a_bounded_cache_has(typed=True)
-    assert state_of(step).objections == ["what options has cached is not compared before a replay; drop typed=True"]
+    assert objection_to(step) == "what options has cached is not compared before a replay; drop typed=True"
 
 
 def test_names_of_all_modules():
-    state = state_of(lambda y: y * len(sys.modules))
-    assert state.objections == [
-        "sys.modules leads to all modules, which are not compared before a replay; import those that the step needs"
-    ]
+    objection = objection_to(lambda y: y * len(sys.modules))
+    said = "sys.modules leads to all modules, which are not compared before a replay; import those that the step needs"
+    assert objection == said
 
 
 def test_names_that_globals_gives():
@@ -1424,7 +1431,7 @@ def test_random_numbers_of_python_that_are_put_back(draw):
 @pytest.mark.parametrize("make", [threading.Lock, threading.RLock, threading.Condition])
 def test_locks(make):
     value = make()
-    (objection,) = state_of(lambda y: y * bool(value)).objections
+    objection = objection_to(lambda y: y * bool(value))
     assert objection == "value is a lock, which no replay would take; take it around the call of the step"
 
 
@@ -1456,9 +1463,9 @@ class Mapped(mmap.mmap):
 )
 def test_content_that_cannot_be_seen(make):
     value = make()
-    (objection,) = state_of(lambda y: y * bool(value)).objections
+    objection = objection_to(lambda y: y * bool(value))
     assert re.search("value is a .*, whose content is not compared before a replay; read what", objection)
-    (objection,) = state_of(lambda y: y * bool([value][0])).objections
+    objection = objection_to(lambda y: y * bool([value][0]))
     assert objection.startswith("value is a ")
 
 
@@ -1481,18 +1488,18 @@ def test_content_that_cannot_be_seen(make):
 )
 def test_content_that_is_compared_or_constant(value):
     values = [value]
-    assert not state_of(lambda y: (y, values[0])).objections
+    assert not state_of(lambda y: (y, values[0])).objection
 
 
 def test_an_array_of_objects():
     values = np.array([{}], dtype=object)
-    (objection,) = state_of(lambda y: y * len(values[0])).objections
+    objection = objection_to(lambda y: y * len(values[0]))
     assert objection == "values is an array of objects, which are not compared before a replay; make it a list"
 
 
 def test_a_file_that_is_read():
     with open(__file__) as file:
-        (objection,) = StepState(lambda y: y * len(file.readline()), {}, "cpu").objections
+        objection = StepState(lambda y: y * len(file.readline()), {}, "cpu").objection
     assert "file is a TextIOWrapper, which no replay would advance" in objection
 
 
@@ -1500,7 +1507,30 @@ def test_what_is_too_deep_to_compare():
     deep = [1.0]
     for _ in range(10):
         deep = [deep]
-    assert "levels below what the step reads" in state_of(lambda y: y * torch.tensor(deep).sum()).objections[0]
+    objection = objection_to(lambda y: y * torch.tensor(deep).sum())
+    assert "is 8 levels below what the step reads" in objection and objection.endswith("not pass on all of deep")
+
+
+def test_what_changes_is_named_before_what_is_too_deep(step_twins):
+    """The loop of a trainer is both, and only the first is what to mend."""
+    trainer = SimpleNamespace(steps=0, loop=[1.0])
+    for _ in range(10):
+        trainer.loop = [trainer.loop]
+
+    def count(trainer, y):
+        trainer.steps += len(vars(trainer)) - 1
+        return y
+
+    def make(model):
+        trainer.steps = 0
+        return make_step(lambda y: count(trainer, y))(model)
+
+    step = step_twins.train(make)
+    said = "; ".join(step.in_python)
+    assert step.captures == 0 and "levels below" not in said
+    assert re.search(
+        r"trainer\.steps changed from \d to \d \(see test_step_reads\.py:\d+\), in the step; do that", said
+    )
 
 
 def test_an_enumeration_far_down_is_compared():
@@ -1512,7 +1542,7 @@ def test_an_enumeration_far_down_is_compared():
     deep = Base("Mode", "ONE TWO THREE").TWO
     for _ in range(4):
         deep = [deep]
-    assert not state_of(lambda y: y * len(str(deep))).objections
+    assert not state_of(lambda y: y * len(str(deep))).objection
 
 
 def test_a_mode_that_a_step_leaves_behind(step_twins):

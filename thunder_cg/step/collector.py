@@ -84,7 +84,7 @@ _OF_MODULES = ("training", "_parameters", "_buffers", "_modules")  # that each m
 _KNOWN_IN_C = {*CONSTANT_PACKAGES, "builtins", "collections", "datetime", "functools", "operator", "pybind11_builtins"}
 _KNOWN_IN_C |= {"_abc", "_collections", "_ctypes", "_struct", "_thread", "re", "types", "typing", "weakref", "zoneinfo"}
 _NOT_COMPARED = "is not compared before a replay"
-_DEEP = "are compared before a replay; have the step read it by a name"
+_DEEP = "are compared before a replay; have the step name what it needs, and not pass on all of {}"
 _IMPORT = "import those that the step needs"
 _NEXT = "take the next item outside of the step, and pass it as an argument"
 _PASS = "read what the step needs of it outside of the step, and pass that"
@@ -138,6 +138,7 @@ class Collector:
         self.objects: list[Any] = []
         self.in_compiled = False
         self.objections: list[str] = []  # why no graph would be right
+        self.hooked: list[str] = []  # the same of hooks, which may be why something changes in each step
         self._hooks = 0
         self._forwards: set[type] = set()
         self._objects: set[int] = set()  # that have been looked at, since they may refer to each other
@@ -154,7 +155,8 @@ class Collector:
     def _add(self, label: str, value: Any, depth: int, places: tuple[Place, ...]) -> None:
         add = next(add for is_of, add in _KINDS if is_of(value))
         if depth >= _MAX_DEPTH and add in _DEEPER and (self._is_compared_whole(value) or _is_users(value)):
-            self._refuse(label, value, f"is {depth} levels below what the step reads, and fewer {_DEEP}")
+            end = label.partition(".")[0].partition("[")[0]
+            self._refuse(label, value, f"is {depth} levels below what the step reads, and fewer {_DEEP.format(end)}")
         elif isinstance(add, str):
             self._refuse(label, value, add.format(type(value).__name__))
         else:
@@ -483,7 +485,7 @@ class Collector:
                 fix = f"take torch.nn.utils.parametrizations.{type(hook).__module__.rpartition('.')[2]} instead"
             elif isinstance(hook, BasePruningMethod):
                 fix = "take torch.nn.utils.parametrize with a module that multiplies by the mask instead"
-            self.objections.append(f"{where} has a hook{at}, which runs Python in each step; {fix}")
+            self.hooked.append(f"{where} has a hook{at}, which runs Python in each step; {fix}")
 
 
 def _is(*kinds: type) -> Callable[[Any], bool]:

@@ -262,8 +262,8 @@ class GraphedStep:
         """
         calls, votes = Calls(self._backend.device_type), Round(self._groups(call.layout) or [], asks=True)
         try:
-            if state.objections:
-                raise CaptureRefused(state.objection())
+            if state.objection is not None:
+                raise CaptureRefused(state.objection)
             if (weight := state.kept_by_autocast()) is not None:
                 problem = f"autocast is entered outside of the step, where it may keep {weight} as it was cast before"
                 raise CaptureRefused(f"{problem}; enter it in the step alone")
@@ -376,13 +376,15 @@ class GraphedStep:
             kept = 0 if self._groups(layout) else self._max_recordings - 1  # ranks may not find the same one
             self._ready[layout] = [ready, *self._ready.pop(layout, ())[:kept]]
             _forget_oldest(self._ready)
-        elif (new := self._state() if is_new else state).objections:  # the cause, maybe, and in the way anyway
-            self.in_python[reason] -= 1
-            self.in_python[new.objection()] += 1
-            self._refuse(layout, state.facts, new.objection())
-            return result
         else:
             fix = fix_of_moved(moved) if moved else fix_of_change(str(change), state.facts, self._roots, in_step=True)
+            seen_state = self._state() if is_new else state
+            # A hook is the cause, maybe. What changes once, as the first step's state does, is not what is in the way.
+            if objection := seen_state.hooked or (None if fix else seen_state.objection):
+                self.in_python[reason] -= 1
+                self.in_python[objection] += 1
+                self._refuse(layout, state.facts, objection)
+                return result
             change = moved or str(change)
             change += state.line_of(change) if fix else ""
             self.in_python[reason] -= 1

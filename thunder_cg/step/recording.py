@@ -476,8 +476,6 @@ class StepCapture:
 
         In both cases everything is as before: see Note [Effects once] in snapshot.py.
         """
-        if self.state.objections:
-            raise CaptureRefused(self.state.objection())
         suspects: list[Tensor] = []
         said: set[str] = set()
         with ExitStack() as moves:

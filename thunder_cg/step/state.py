@@ -67,7 +67,8 @@ class StepState:
         with_memory: all of both.
         parameters: those of them that get gradients, or have one, as frozen ones may that the step unfreezes.
         averages: moving averages of models that have been updated once.
-        objections: why no graph would be right, in words, such as a hook, which runs Python in the middle of a step.
+        objection: why no graph would be right, in words; None if one may be.
+        hooked: the same, if it is a hook, which runs Python in the middle of a step, and may change something there.
     """
 
     def __init__(
@@ -107,7 +108,8 @@ class StepState:
         self._behind_names, self._of_roots = Watch(others), Watch(heavy)
         self._hooks_registered = registered_hooks()
         self.facts = Facts.of(simple.facts, others.facts, heavy.facts, self._facts_of_lists())
-        self.objections = [*simple.objections, *others.objections, *heavy.objections]
+        self.hooked = self._said(*simple.hooked, *others.hooked, *heavy.hooked)
+        self.objection = self.hooked or self._said(*simple.objections, *others.objections, *heavy.objections)
         self.tensors = [*{**simple.tensors, **others.tensors, **heavy.tensors}.values()]
         self.memory = [*map(local_tensor, self.tensors)]
         self.with_memory = [*{id(tensor): tensor for tensor in (*self.tensors, *self.memory)}.values()]
@@ -184,7 +186,7 @@ class StepState:
         collector.add_definitions()
         for name, hooks in global_hooks():
             collector.facts[name] = len(hooks)
-            collector.objections += [f"{name}: PyTorch has a hook for all of them, which runs Python"] * bool(hooks)
+            collector.hooked += [f"{name}: PyTorch has a hook for all of them, which runs Python"] * bool(hooks)
         return collector
 
     def guard_tensors(self, arguments: Sequence[Tensor]) -> None:
@@ -256,17 +258,19 @@ class StepState:
         self._hooks_registered = registered_hooks()
         return True
 
+    def _said(self, *objections: str) -> str | None:
+        """The first one, with the line of the user's code that names what it is about."""
+        if not objections:
+            return None
+        problem, *fix = objections[0].split("; ", 1)
+        line = "" if re.search(r":\d", problem) else self.line_of(problem)
+        return "; ".join((problem + line, *fix))
+
     def line_of(self, change: str) -> str:
         """The line of the user's code that names what a change is of: " (see train.py:31)"; "" if none is known."""
         label = re.sub(r"^(len\(|what |the order of |the bases of |type\()+", "", change)
         names = [n for n, line in self._lines.items() if line and re.match(rf"{re.escape(n)}\W", label)]
         return f" (see {self._lines[max(names, key=len)]})" if names else ""
-
-    def objection(self) -> str:
-        """The first one, with the line of the user's code that names what it is about; there has to be one."""
-        problem, mark, fix = self.objections[0].partition("; ")
-        line = "" if re.search(r":\d", problem) else self.line_of(problem)
-        return f"{problem}{line}{mark}{fix}"
 
     def name_of(self, tensor: Tensor) -> str:
         """What names a tensor of the state, in few words."""
