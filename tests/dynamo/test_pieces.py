@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from support import same
 from torch import nn
 
-from tests.support import same
 from thunder_cg import explain, thunderfx
 
 

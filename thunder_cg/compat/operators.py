@@ -23,6 +23,7 @@ is_mutable: Callable[[Any], bool] = attrgetter("_schema.is_mutable")
 
 weight_norm: Callable[..., torch.Tensor] = torch._weight_norm
 pad: Callable[..., torch.Tensor] = torch._C._nn.pad  # F.pad, as Dynamo calls it
+int_mm: Callable[..., torch.Tensor] = torch._int_mm  # of 8 bits, as quantized layers have it
 transformer_encoder_layer: Callable[..., torch.Tensor] = torch._transformer_encoder_layer_fwd
 
 # Matrix products of groups of rows, each with its own matrix, under all names that this version has.

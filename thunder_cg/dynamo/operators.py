@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from thunder_cg.communication import functional
-from thunder_cg.compat.operators import grouped_mm, library_name, pad, transformer_encoder_layer, weight_norm
+from thunder_cg.compat.operators import grouped_mm, int_mm, library_name, pad, transformer_encoder_layer, weight_norm
 from thunder_cg.compat.splitter import for_splitter
 from thunder_cg.compat.thunder import (
     OperatorExecutor,
@@ -49,6 +49,7 @@ _PARTIAL = {
 
 # Of what is in a list, Thunder's fallbacks lose the gradient. These get each tensor by itself.
 _OF_LISTS: dict[Any, Callable[..., Any]] = {
+    torch.column_stack: lambda *tensors: torch.column_stack(tensors),
     torch.dstack: lambda *tensors: torch.dstack(tensors),
     torch.hstack: lambda *tensors: torch.hstack(tensors),
     torch.lstm_cell: lambda x, hidden, cell, *weights: torch.lstm_cell(x, (hidden, cell), *weights),
@@ -69,8 +70,8 @@ _FACTORIES = {
     torch.triu_indices: "triu_indices",
 }
 
-# PyTorch calls it only where nothing wants a gradient: nn.TransformerEncoder does, in inference.
-_FUSED = {transformer_encoder_layer: "transformer_encoder_layer"}
+# They have no gradient: PyTorch calls the former, for nn.TransformerEncoder, only where nothing wants one.
+_FUSED = {transformer_encoder_layer: "transformer_encoder_layer", int_mm: "int_mm"}
 
 executor = register_executor(OperatorExecutor("torch_ops"))
 # Of classes: Thunder's gradient of a sum raises, among others.
@@ -81,6 +82,7 @@ _NAMES: dict[Any, str] = {
     F.interpolate: "interpolate",
     torch.mul: "mul",  # of complex numbers, as in rotary embeddings: see Note [Other derivatives]
     F.scaled_dot_product_attention: "scaled_dot_product_attention",  # Thunder's symbol does not take enable_gqa
+    torch.segment_reduce: "segment_reduce",
     weight_norm: "weight_norm",
     **_PARTIAL,
     **_FACTORIES,

@@ -16,7 +16,6 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from thunder_cg.analysis import rules
-from thunder_cg.analysis.rules.conditions import READS_PAST_VIEW
 from thunder_cg.compat.inductor import OneWay, compile_each_way, draws, is_called_as_it_is, name_of_kernel
 from thunder_cg.compat.splitter import example, fake_arguments, for_splitter, modes_of
 from thunder_cg.compat.thunder import outside_of_autograd, symbol_of_function, with_derivative
@@ -119,7 +118,7 @@ def _is_refused(function: Any) -> bool:
         return True
     if (rule := rules.find("torch", name)) is None:
         return is_called_as_it_is(function)
-    return not rule.captures or any(each.cause is not None or each is READS_PAST_VIEW for each in rule.conditions)
+    return not rule.captures or any(each.cause is not None for each in rule.conditions)
 
 
 def _in_trace(forward: OneWay, backward: OneWay | None, with_gradient: Sequence[int], results: int) -> Any:
