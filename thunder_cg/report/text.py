@@ -61,11 +61,16 @@ def collectives(trace: TraceReport) -> Iterator[str]:
     for first, *others in alike.values():
         total = [first, *others]
         launches = len({each.launch for each in total})
-        said = f"{len(total):,} {first.name} of {size(sum(each.nbytes for each in total))}"
-        said += f" in {launches:,} launch{'es' if launches > 1 else ''}" if launches < len(total) else ""
-        said += f" in the group {first.group} of {count(first.ranks, 'rank')}"
+        said = collectives_alike(first.name, [each.nbytes for each in total], first.group, first.ranks, launches)
         said += ", captured" if first.captured else ", eager"
         yield f"{said}; {sum(each.overlaps for each in total):,} can overlap with compute"
+
+
+def collectives_alike(name: str, nbytes: Sequence[int], group: str, ranks: int, launches: int) -> str:
+    """``"30 all_reduce of 457.4 KiB in 1 launch in the group dp of 2 ranks"``; ``nbytes`` of each."""
+    said = f"{len(nbytes):,} {name} of {size(sum(nbytes))}"
+    said += f" in {launches:,} launch{'es' if launches > 1 else ''}" if launches < len(nbytes) else ""
+    return f"{said} in the group {group} of {count(ranks, 'rank')}"
 
 
 def memory(ledger: MemoryReport, *, of_step: bool = False) -> Iterator[str]:

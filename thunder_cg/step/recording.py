@@ -198,7 +198,7 @@ class StepRecording(RecordingUse):
     last_call: int = 0  # of the step that used it
     without_graphs: int = 0  # what a call in Python has allocated at a time, at least
     collectives: Collectives | None = None  # that it holds
-    communicates: Mapping[ProcessGroup, Sequence[str]] = field(default_factory=dict)  # the names of these, in order
+    communicates: Mapping[ProcessGroup, Sequence[tuple[str, int]]] = field(default_factory=dict)  # see `Calls.groups`
     before: tuple[Snapshot, GradientsBefore] | None = None  # the capture, until the first replay
 
     def arenas(self) -> list[Arena]:
