@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -32,6 +33,7 @@ def without_warnings_of_others() -> Iterator[None]:
     """Inside, warnings of other packages are not printed, unless ``python -W`` says which are."""
     with warnings.catch_warnings():
         if not sys.warnoptions:
+            logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # that a machine has no GPU
             warnings.filterwarnings("ignore", module=r"(?!thunder_cg\b|__main__\b)")
         yield
 
