@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from thunder_cg.progress import Progress
+from thunder_cg.report.markdown import table
 from thunder_cg.tools.bench.distributed import RankRow, measure_case, under_way
 from thunder_cg.tools.bench.measure import EVERY_VARIANT, ticks
 from thunder_cg.tools.bench.parallel import variants
 from thunder_cg.tools.bench.rank_cases import RankCase, rank_cases
-from thunder_cg.tools.bench.report import line
 from thunder_cg.tools.bench.variants import COMPILE, FLOOR, FLOOR_OF_THUNDER, OURS, OURS_FUSED, THUNDER, CaseSettings
 from thunder_cg.tools.ranks import Rank, RankFailed, run_on_ranks
 from thunder_cg.tools.results import MeasuredResults, environment
@@ -142,23 +142,14 @@ _HEADER = ("variant", "back to back ms", "host ms", "skew p99 ms", "reserved MB"
 
 def rank_table(rows: Sequence[RankRow]) -> str:
     """The rows of one case as Markdown."""
-    lines = [
-        "",
-        f"**{rows[0].case}**",
-        "",
-        line(_HEADER),
-        line(("---",) * len(_HEADER)),
-        *map(_row, rows),
-        *_notes(rows),
-    ]
-    return "\n".join(lines)
+    return "\n".join(["", f"**{rows[0].case}**", "", table(_HEADER, map(_cells, rows)), *_notes(rows)])
 
 
-def _row(row: RankRow) -> str:
+def _cells(row: RankRow) -> tuple[str, ...]:
     if row.failure:
-        return line((row.variant, row.failure.replace("|", "/"), *("",) * (len(_HEADER) - 2)))
+        return row.variant, row.failure.replace("|", "/"), *("",) * (len(_HEADER) - 2)
     times = (f"{row.back_to_back_ms:.2f}", f"{row.host_ms:.2f}", f"{row.skew_p99_ms:.3f}")
-    return line((row.variant, *times, f"{row.reserved_mb:,.0f}", f"{row.first_calls_s:.1f}", row.bits))
+    return row.variant, *times, f"{row.reserved_mb:,.0f}", f"{row.first_calls_s:.1f}", row.bits
 
 
 def _notes(rows: Sequence[RankRow]) -> Iterator[str]:
@@ -187,7 +178,5 @@ def overview(rows: Sequence[RankRow]) -> str:
 def _overview(rows: Sequence[RankRow], title: str, variants: Sequence[str], cell: Callable[[RankRow], str]) -> str:
     """A row for each case; a dash for what was not measured."""
     found = {(row.case, row.variant): "fails" if row.failure else cell(row) for row in rows}
-    lines = [line((title, *variants)), line(("---",) * (len(variants) + 1))]
-    for case in dict.fromkeys(row.case for row in rows):
-        lines.append(line((case, *(found.get((case, variant), "-") for variant in variants))))
-    return "\n".join(lines)
+    cases = dict.fromkeys(row.case for row in rows)
+    return table((title, *variants), ((case, *(found.get((case, name), "-") for name in variants)) for case in cases))
