@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -264,6 +266,44 @@ def test_an_interrupted_command_ends_in_one_line(
     monkeypatch.setattr("thunder_cg.__main__._COMMANDS", {"rules": interrupted})
     assert main(["rules"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_an_interruption_of_which_a_package_makes_another_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """As NumPy does, if its import is interrupted."""
+
+    def imports(argv: Sequence[str]) -> int:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise RecursionError from None
+        return 0
+
+    def fails(argv: Sequence[str]) -> int:
+        raise RecursionError
+
+    before = signal.getsignal(signal.SIGINT)
+    assert interruptible(imports, []) == 130 and capsys.readouterr().err == "interrupted\n"
+    with pytest.raises(RecursionError):
+        interruptible(fails, [])
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_explain_says_that_a_compilation_was_interrupted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Thunder makes an error of it, which says that the function cannot be compiled."""
+    path = tmp_path / "models.py"
+    path.write_text(
+        "import signal, torch\nfrom unittest.mock import patch\nfrom thunder.core.trace import TraceCtx\n"
+        "patch.object(TraceCtx, 'add_name', lambda *args: signal.raise_signal(signal.SIGINT)).start()\n"
+        "def make(): return torch.sin, (torch.ones(3),)\n"
+    )
+    try:
+        assert main(["explain", "--html", str(tmp_path / "report.html"), f"{path}:make"]) == 130
+    finally:
+        patch.stopall()
+    said = capsys.readouterr()
+    assert said.err == "interrupted\n"
+    assert "Nothing is compiled. Thunder raised while it compiled, in 1 of 1 call: it was interrupted." in said.out
+    assert {file.name for file in tmp_path.iterdir()} == {"models.py", "report.html"}
 
 
 def test_a_command_whose_reader_has_gone_ends_in_silence() -> None:

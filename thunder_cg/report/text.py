@@ -120,7 +120,8 @@ def region_counts(region: RegionReport) -> str:
     )
     said = ", ".join(count(number, noun) for number, noun in runs)
     said += f", {region.verified:,} verified" if region.verified else ""
-    said = f"{said}; copied per replay: {size(region.bytes_in)} in, {size(region.bytes_out)} out"
+    if region.captures:
+        said += f"; copied per replay: {size(region.bytes_in)} in, {size(region.bytes_out)} out"
     if region.microseconds is not None and region.eager_microseconds is not None:
         gain = region.eager_microseconds - region.microseconds
         said += f"; {region.microseconds:,.0f} µs as a graph, {region.eager_microseconds:,.0f} µs eagerly, "

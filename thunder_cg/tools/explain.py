@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from thunder_cg.files import MARK, refuse_foreign, replace
-from thunder_cg.tools.arguments import Parser, positive
+from thunder_cg.tools.arguments import Parser, is_interruption, positive
 
 if TYPE_CHECKING:
     from thunder_cg import Report
@@ -53,14 +53,14 @@ def main(argv: Sequence[str]) -> int:
         arguments = _parser(of_script=False).parse_args(argv)
     _check(arguments, file, parser)
     variables, raised = _run_file(file, () if name else arguments.arguments, file.stem if name else "__main__")
-    if raised and isinstance(raised[0], KeyboardInterrupt) and "explain" not in vars(sys.modules["thunder_cg"]):
+    if raised and is_interruption(raised[0]) and "explain" not in vars(sys.modules["thunder_cg"]):
         return 130  # it has compiled nothing, and an import that was interrupted may not be made again
     if name and not raised:
         make = _maker(variables, name, parser)
         with _printing_errors() as raised:
             made = make()
         if raised:  # by the user's function, and nothing is compiled
-            return 130 if isinstance(raised[0], KeyboardInterrupt) else 1
+            return 130 if is_interruption(raised[0]) else 1
         call = _compiled(made, name, parser)
         variables, raised = {name: call.func}, _make_calls(call, arguments.calls)
     reports = _reports(variables)
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
     _print(reports)
     _write(reports, file.name, arguments.html, arguments.json)
     if raised:
-        return 130 if isinstance(raised[0], KeyboardInterrupt) else 1
+        return 130 if is_interruption(raised[0]) else 1
     why = _not_captured(reports)
     for said in why:
         print(f"not captured: {said}", file=sys.stderr)
@@ -122,11 +122,11 @@ def _printing_errors(is_reported: Callable[[], bool] = bool) -> Iterator[list[Ba
     raised: list[BaseException] = []
     try:
         yield raised
-    except KeyboardInterrupt as error:
+    except (KeyboardInterrupt, Exception) as error:
         raised.append(error)
-        print("interrupted", file=sys.stderr)
-    except Exception as error:
-        raised.append(error)
+        if is_interruption(error):
+            print("interrupted", file=sys.stderr)
+            return
         if is_reported():
             print("".join(traceback.format_exception_only(type(error), error)), end="", file=sys.stderr)
             return
