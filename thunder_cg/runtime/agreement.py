@@ -181,7 +181,7 @@ class Round:
         votes = [group for group in _with_others(groups) if asks and not _states[group].is_captured]
         self._numbers = {group: _states[group].next_call for group in votes}
         self._clock = _clock(together or groups)
-        self._is_meeting = self._clock is not None and self._clock[1].meets()
+        self._is_meeting = _meets(self._clock)
         self._has_declined = self._has_agreed = False
 
     def decline(self, reason: str) -> None:
@@ -224,8 +224,8 @@ class Round:
                 all_could &= self._compare(group, number, stage, its, patience)
             except RanksDiffer as problem:
                 self.refuse(stage, str(problem), may_pass=problem.may_pass)  # for those that still wait, or ask later
-                if problem.no_answer:
-                    self._ask_for_meeting()
+                if problem.no_answer and self._clock is not None:
+                    _ask_for_meeting(*self._clock)
                 raise
         for group in self._numbers if not (self._has_agreed or all_could) else ():
             _states[group].timeouts //= 2  # the others are there again
@@ -263,12 +263,6 @@ class Round:
             all_could &= vote.endswith(_HAS)
         return all_could
 
-    def _ask_for_meeting(self) -> None:
-        """After a time-out."""
-        if self._clock is not None:
-            self._clock[1].meeting = 0  # the others are not there
-            _ask_for_meeting(*self._clock)
-
 
 def _text(number: _Number) -> str:
     return ".".join(map(str, number))
@@ -288,6 +282,8 @@ def _generation(group: ProcessGroup) -> int:
 
 
 def _ask_for_meeting(group: ProcessGroup, state: _GroupState) -> None:
+    """After a time-out."""
+    state.meeting = 0  # the others are not there
     store, call = distributed.store(group), (*state.place, state.calls)[0]
     with suppress(RuntimeError):
         key = _key_of_meeting(group, state)
@@ -314,11 +310,14 @@ def _key_of_meeting(group: ProcessGroup, state: _GroupState) -> str:
 
 def meets(groups: Sequence[ProcessGroup]) -> bool:
     """Whether the next call that communicates in these groups is one of a meeting."""
-    clock = _clock(groups)
-    return clock is not None and clock[1].meets()
+    return _meets(_clock(groups))
 
 
 _Clock = tuple[ProcessGroup, _GroupState]
+
+
+def _meets(clock: _Clock | None) -> bool:
+    return clock is not None and clock[1].meets()
 
 
 def _clock(groups: Sequence[ProcessGroup]) -> _Clock | None:
@@ -422,7 +421,7 @@ class Collectives:
 
     def meets(self) -> bool:
         """Whether the next call is one of a meeting."""
-        return self._asks and self._clock is not None and self._clock[1].meets()
+        return self._asks and _meets(self._clock)
 
     def next_round(self, *, replays: bool = False) -> Round:
         """To be called once for each call that communicates, before its first collective."""
@@ -518,7 +517,8 @@ class StepCall:
         """Finds what it has communicated in by now."""
         self.groups = []
         for group, progress in self._before:
-            kinds = _changed(progress, group) if distributed.is_alive(group) else set()
+            now = distributed.progress(group) if distributed.is_alive(group) else {}
+            kinds = {kind for kind, count in now.items() if count != progress.get(kind, 0)}
             _states[group].end_call()
             if _states[group].calls or kinds:
                 self.groups.append(group)
@@ -567,12 +567,8 @@ def call_of_step(device_type: str, votes: Round | None = None, *, is_capture: bo
         _runs_a_step.release()
 
 
-def _changed(before: Mapping[str, int], group: ProcessGroup) -> set[str]:
-    """The kinds of devices that the group has communicated on since."""
-    return {kind for kind, count in distributed.progress(group).items() if count != before.get(kind, 0)}
-
-
 def _objection(group: ProcessGroup, kinds: Set[str], device_type: str) -> tuple[str, bool] | None:
+    """As `StepCall.objection`, to what has been communicated in a group, on these kinds of devices."""
     if _states[group].is_closed:
         return DESTROYED, False
     if _states[group].keep_eager:
