@@ -322,6 +322,23 @@ def test_whether_a_logger_logs(step_twins):
     assert step.captures == 2, explain(step)
 
 
+@pytest.mark.parametrize(
+    ("get", "put"), [(sys.getrecursionlimit, sys.setrecursionlimit), (torch.get_num_threads, torch.set_num_threads)]
+)
+def test_what_the_process_tells_is_compared(step_twins, get, put):
+    """Accelerate's optimizers ask for a signature in each step, which asks for a limit."""
+    before = get()
+
+    def change(*_, back=False):
+        put(before if back else before + 1)
+
+    def weigh(y):
+        inspect.signature(change)
+        return y * (1.0 if get() == before else 2.0)
+
+    assert changing(step_twins, weigh, change).captures == 2
+
+
 def test_all_of_numpys_random_state():
     """However NumPy prints an array."""
     kept, key = np.random.get_state(), np.arange(624)
@@ -1258,12 +1275,12 @@ def test_calls_that_tell_nothing_are_looked_at_once(monkeypatch):
         for _ in range(5):
             numbers.append(math.sqrt(4.0))
             copy.copy(numbers)
-            os.getcwd()
+            os.listdir()
     finally:
         calls.end()
     counted = Counter(getattr(each, "__name__", getattr(each, "co_name", None)) for each in looked_at)
     assert counted["sqrt"] == counted["append"] == counted["get"] == 1 and counted["copy"] == 2  # of Python and of C
-    assert counted["getcwd"] == 5 and calls.objection is not None
+    assert counted["listdir"] == 5 and calls.objection is not None
 
 
 @pytest.mark.parametrize("make", FAR, ids=lambda make: make.__name__)
@@ -1365,19 +1382,14 @@ def test_names_that_globals_gives():
 UNCOMPARED = {
     "open": lambda: open(__file__).close(),
     "stat": lambda: os.path.exists(__file__),
-    "getcwd": os.getcwd,
     "eval": lambda: eval("1"),
     "import_module": lambda: import_module("os"),
-    "get_num_threads": torch.get_num_threads,
     "_getframe": lambda: inspect.currentframe(),
-    "get_ident": threading.current_thread,
     "__subclasses__": lambda: Settings.__subclasses__(),
     "active_count": threading.active_count,
     "uuid1": uuid.uuid1,
     "getline": lambda: linecache.getline(__file__, 1),
     "getsignal": lambda: signal.getsignal(signal.SIGINT),
-    "isenabled": gc.isenabled,
-    "getrecursionlimit": sys.getrecursionlimit,
 }
 
 

@@ -80,9 +80,11 @@ _UNSTEADY |= {time.localtime, time.gmtime, time.ctime, time.strftime}
 _STARTS_OF_THREADS = {
     each for each in (getattr(_thread, n, None) for n in ("start_new_thread", "start_joinable_thread")) if each
 }
+# What they return is compared before each replay. `inspect.signature` asks for the limit of recursions.
+_COMPARED = {sys.getrecursionlimit, gc.isenabled, os.getcwd, _thread.get_ident, _thread.get_native_id}
+_COMPARED |= {torch.get_num_threads, torch.get_num_interop_threads}
 # What they return is not compared before a replay, and may be another value in a later call.
-_UNCOMPARED = {eval, exec, __import__, input, open, decimal.getcontext, _thread.get_ident, _thread.get_native_id}
-_UNCOMPARED |= {torch.get_num_threads, torch.get_num_interop_threads}
+_UNCOMPARED = {eval, exec, __import__, input, open, decimal.getcontext}
 _UNCOMPARED_PYTHON = importlib.import_module, threading.active_count, threading.enumerate, uuid.uuid1
 _UNCOMPARED_CODE = {each.__code__ for each in _UNCOMPARED_PYTHON}
 _ENVIRONMENT = {vars(type(os.environ))[name].__code__ for name in ("__getitem__", "__iter__", "__len__")}
@@ -128,7 +130,7 @@ class Calls:
             compiled does, and `object.__getattribute__`.
         events: of CUDA, that were recorded, and where, by identity.
         of_torch: functions of PyTorch's, as their code with their globals.
-        getters: functions of C of PyTorch's, of which some return settings, and whether a logger logs.
+        getters: functions of C, of which some return settings, and whether a logger logs.
         raised: the first method of a tensor that has raised an error, in words.
         reads_gradients: whether a function that is not PyTorch's names ``grad``, and may ask whether there is one.
     """
@@ -248,6 +250,11 @@ class Calls:
         elif called is open:
             if _is_called_by_user(frame):
                 self._object(frame, "the step opens a file{at}, and no replay would", _OUTSIDE, weak=True)
+        elif name.startswith(_GETTERS) and _is_torchs(called):
+            self.getters[called] = None
+        elif called in _COMPARED:
+            if _is_called_by_user(frame):
+                self.getters[called] = None
         elif _is_uncompared(called):
             if _is_called_by_user(frame):
                 self._object(frame, f"what {name}() gives {_UNSEEN_THERE}", _CALL_BEFORE, weak=True)
@@ -255,8 +262,6 @@ class Calls:
             self._note_generator(frame, name)
         elif isinstance(owner, torch.cuda.Event) and name == "record":
             self.events[id(owner)] = owner, _line(frame)
-        elif name.startswith(_GETTERS) and _is_torchs(called):
-            self.getters[called] = None
         else:  # whoever calls it
             self._quiet.add(_key(called))
 

@@ -2,11 +2,11 @@
 
 Note [Objects]
     The bytecode tells which attributes the step's code reads of an object. Where an object is passed on, it does not.
-    Then the attributes that a run has looked up are facts if its class is the user's (see attributes.py), and all if
-    the class cannot be watched, or is PyTorch's; and so is what such a class or a module of the user's defines. Of an
-    object of another package, such as a progress bar, only numbers, strings and flags are, or its items, if it is a
-    mapping or a sequence. Modules and optimizers that any of these lead to are looked at, optimizers whole. An
-    optimizer may wrap another one, as those of Lightning and Accelerate do.
+    Then the attributes that a run has looked up are facts (see attributes.py), and all if the class cannot be watched;
+    and so is what a class or a module of the user's defines. Of an object of a package that is constant, only numbers,
+    strings and flags are, or its items, if it is a mapping or a sequence; PyTorch's, such as schedulers, are like the
+    user's. Modules and optimizers that any of these lead to are looked at, optimizers whole. An optimizer may wrap
+    another one, as those of Lightning and Accelerate do.
 
 Note [Values that nobody reports]
     An array of NumPy, a tensor of its memory and a generator of random numbers change without a trace in any
@@ -300,8 +300,8 @@ class Collector:
     def _add_object(self, label: str, value: Any, depth: int, *_: Any) -> None:
         """See Note [Objects]."""
         self.facts[label] = Same(value)
-        is_open, is_torchs = _may_change(value), _is_torch_object(value)
-        if id(value) in self._objects or depth >= _MAX_DEPTH or not (is_open or is_torchs or depth == 0):
+        is_open = _may_change(value)
+        if id(value) in self._objects or depth >= _MAX_DEPTH or not (is_open or depth == 0):
             return
         self._objects.add(id(value))
         self.holders.append(value)
@@ -312,7 +312,7 @@ class Collector:
         elif own(value, "__dict__") is not MISSING:
             self._watch(value, names_of(value))
         for name, attribute in attributes.items():
-            if is_open or is_torchs or isinstance(attribute, ATOMS):
+            if is_open or isinstance(attribute, ATOMS):
                 self.add(f"{label}.{name}", attribute, depth + 1, (Place.of(value, name),))
 
     def _names_of(self, value: Any) -> Iterable[str] | None:
@@ -668,7 +668,7 @@ def _is_users(value: Any) -> bool:
 
 def _may_change(value: Any) -> bool:
     """Whether the attributes of a value are looked at."""
-    return isinstance(value, _NAMESPACES) or may_change(type(value))
+    return isinstance(value, _NAMESPACES) or may_change(type(value)) or _is_torch_object(value)
 
 
 def _items_of(value: Any) -> list[Any]:

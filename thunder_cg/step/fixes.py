@@ -58,7 +58,7 @@ _COPY = "a tensor is copied between host and device there; make it on the device
 _HISTORY = (
     "a tensor with a history from before the step is still held, so autograd joins its stream; detach what you keep"
 )
-_NORM = "it reads whether the norm is finite; leave error_if_nonfinite out, and look at the norm outside of the step"
+_NORM = "it reads whether the norm is finite; pass error_if_nonfinite=False, and look at the norm outside of the step"
 _NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 _READ_THEIR_RATE = ("Adadelta", "Muon", "RMSprop")  # on the host if it is a tensor, and nothing else
 # By what the message of an error has in small letters; the first one counts.
