@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -30,10 +31,16 @@ class Parser(argparse.ArgumentParser):
 @contextmanager
 def without_warnings_of_others() -> Iterator[None]:
     """Inside, warnings of other packages are not printed, unless ``python -W`` says which are."""
+    log = logging.getLogger("torch.utils.cpp_extension")  # which warns that there is no GPU
+    level = log.level
     with warnings.catch_warnings():
         if not sys.warnoptions:
             warnings.filterwarnings("ignore", module=r"(?!thunder_cg\b|__main__\b)")
-        yield
+            log.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            log.setLevel(level)
 
 
 _interrupts: list[int] = []  # signals that have come to a command

@@ -38,10 +38,11 @@ The inputs are a tuple of positional arguments, a dict of keyword arguments, or 
 with thunder.jit(model, transforms=[cudagraph_transform()]), unless it is compiled already. It is called --calls times;
 if a result requires grad, each call is followed by a backward of the sum of the results.
 
-If FILE raises, or is interrupted, the reports say what happened until then.
+If FILE raises, ends with an error or is interrupted, the reports say what happened until then.
 
 Exits with 0 if all operators are captured, 1 if some are eager, a region or a step has no graph, nothing is compiled or
-FILE raises, with the reasons on the standard error, 2 for wrong arguments, and 130 if it is interrupted."""
+FILE raises, with the reasons on the standard error, 2 for wrong arguments, 130 if it is interrupted, and as FILE does
+if that calls sys.exit with an error."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
         with _printing_errors() as raised:
             made = make()
         if raised:  # by the user's function, and nothing is compiled
-            return 130 if is_interruption(raised[0]) else 1
+            return _status(raised[0])
         call = _compiled(made, name, parser)
         variables, raised = {name: call.func}, _make_calls(call, arguments.calls)
     reports = _reports(variables)
@@ -72,11 +73,18 @@ def main(argv: Sequence[str]) -> int:
     _print(reports)
     _write(reports, file.name, arguments.html, arguments.json)
     if raised:
-        return 130 if is_interruption(raised[0]) else 1
+        return _status(raised[0])
     why = _not_captured(reports)
     for said in why:
         print(f"not captured: {said}", file=sys.stderr)
     return int(bool(why))
+
+
+def _status(raised: BaseException) -> int:
+    """The exit status of a file that has raised this, as Python would end."""
+    if isinstance(raised, SystemExit):
+        raise raised
+    return 130 if is_interruption(raised) else 1
 
 
 def _parser(of_script: bool = True) -> Parser:
@@ -122,8 +130,10 @@ def _printing_errors(is_reported: Callable[[], bool] = bool) -> Iterator[list[Ba
     raised: list[BaseException] = []
     try:
         yield raised
-    except (KeyboardInterrupt, Exception) as error:
+    except (KeyboardInterrupt, SystemExit, Exception) as error:
         raised.append(error)
+        if isinstance(error, SystemExit):  # which `main` raises again
+            return
         if is_interruption(error):
             print("interrupted", file=sys.stderr)
             return
