@@ -1033,7 +1033,7 @@ def test_results_belong_to_the_caller(step_twins):
     for result, logits, loss in results:
         same(result["logits"][0], logits)
         same(result["loss"], loss)
-        assert not result["loss"].requires_grad
+        assert not result["loss"].requires_grad and not result["weight"].requires_grad
 
 
 @pytest.mark.parametrize("late", [False, True])

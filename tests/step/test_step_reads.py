@@ -32,7 +32,7 @@ import uuid
 import warnings
 import weakref
 from abc import ABC
-from collections import Counter, OrderedDict, UserList, defaultdict, deque
+from collections import Counter, OrderedDict, UserList, defaultdict, deque, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
 from datetime import datetime, timedelta
@@ -735,6 +735,9 @@ def a_set_of_weak_references():
     return lambda y: y * sum(each.scale for each in known), lambda: known.add(settings[1])
 
 
+Pair = namedtuple("Pair", "scale loss")  # a class of the user's, with descriptors in C
+
+
 class Point(ctypes.Structure):
     _fields_: ClassVar = [("scale", ctypes.c_double)]
 
@@ -1105,6 +1108,37 @@ def a_hook_of_a_tensor():
     return lambda y: y * weight, partial(weight.register_hook, lambda gradient: gradient * 2)
 
 
+class Named:
+    def __init__(self):
+        self.scales = {"one": 1.0}
+
+    def by_name(self, y):
+        return scaled(self.scales, y)
+
+    def passed_on(self, y):
+        return scaled(vars(self)["scales"], y)
+
+
+def scaled(scales, y):
+    return y * scales["one"]
+
+
+def the_first_of_two_objects_of_one_name():
+    first, second = Named(), Named()
+    return lambda y: second.passed_on(first.by_name(y)), partial(first.scales.update, one=2.0)
+
+
+def the_second_of_two_objects_of_one_name():
+    first, second = Named(), Named()
+    return lambda y: second.passed_on(first.by_name(y)), partial(second.scales.update, one=2.0)
+
+
+def a_key_beside_a_number():
+    key = Named()
+    scales = {key: 1.0, 0: 1.0}
+    return lambda y: y * sum(scales.values()), partial(scales.update, {key: 2.0})
+
+
 def numpys_random_state():
     def step(y):
         state = np.random.get_state()
@@ -1131,6 +1165,9 @@ FAR = (
     what_a_dictionary_makes,
     an_attribute_of_a_number,
     a_hook_of_a_tensor,
+    the_first_of_two_objects_of_one_name,
+    the_second_of_two_objects_of_one_name,
+    a_key_beside_a_number,
     numpys_random_state,
     another_function_of_a_package,
     another_function_of_c,
@@ -1437,7 +1474,7 @@ def test_content_that_cannot_be_seen(make):
             itemgetter(1),
             KeyError(),
         ),
-        *(threading.local(), UserList(), SimpleNamespace(), np.dtype("f4"), Settings(), list[int], ABC),
+        *(threading.local(), UserList(), SimpleNamespace(), np.dtype("f4"), Settings(), list[int], ABC, Pair),
         *(torch.Generator(), MappingProxyType({}), Fraction(1, 2), Point(1.0), random.random.__self__, timedelta(1)),
     ],
     ids=lambda value: type(value).__name__,

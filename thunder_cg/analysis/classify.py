@@ -22,11 +22,9 @@ from thunder_cg.analysis.rules import Cause, Reason
 from thunder_cg.analysis.rules.conditions import READS_PAST_VIEW
 from thunder_cg.compat.distributed import capture_problem
 from thunder_cg.compat.lines import BEFORE_BREAK
+from thunder_cg.compat.operators import is_function, is_in_library, library_names
 from thunder_cg.compat.thunder import bound_functions, proxy_shape
-from thunder_cg.compat.torch import is_function, is_in_library, library_names
 from thunder_cg.errors import OptionError
-
-__all__ = ["UserRules", "Verdict", "classify", "is_known", "shown", "split_operators", "unmatched"]
 
 _SIMILAR = 0.7  # of two names, from 0 to 1, that one may be a misspelling of the other
 _VERY_SIMILAR = 0.8  # of one that no trace has

@@ -19,9 +19,8 @@ from thunder_cg.analysis.sources import SourceLine, Stacks, line_behind, user_fr
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.distributed import ProcessGroup
 from thunder_cg.compat.lines import arguments_at, is_in_library
-from thunder_cg.compat.torch import Settings, is_cudagraph_unsafe, library_names
-
-__all__ = ["Op", "Ops", "Value", "computing", "names_in", "process_groups", "read"]
+from thunder_cg.compat.operators import is_cudagraph_unsafe, library_names
+from thunder_cg.compat.torch import Settings
 
 _DROPPED = frozenset({"DEL", "COMMENT"})  # the transform computes dels again; comments do nothing
 _BOOKKEEPING = frozenset({

@@ -21,38 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thunder_cg.compat.torch import tensors_in, tree_map_only
 
-__all__ = [
-    "ProcessGroup",
-    "Store",
-    "Work",
-    "before_shutdown",
-    "begun",
-    "capture_problem",
-    "coalesce",
-    "coalescing",
-    "communicates",
-    "default_group",
-    "functional_call",
-    "functional_collectives",
-    "group_named",
-    "groups",
-    "is_alive",
-    "is_distributed",
-    "is_torchs_own",
-    "may_be_uncapturable",
-    "progress",
-    "ranks",
-    "run",
-    "setting_of_nccl",
-    "store",
-    "timeout",
-    "told_of_collectives",
-    "uncapturable",
-    "wait_tensor",
-    "why_not_in_step",
-    "wrap_functional",
-]
-
 
 def capture_problem(group: ProcessGroup, device_type: str) -> tuple[str, str] | None:
     """Why a graph on such a device cannot hold collectives of ``group``, and the fix; None if it can.

@@ -27,8 +27,6 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from thunder_cg.compat.thunder import connect_to_autograd
 
-__all__ = ["TensorifyScalarRestartAnalysis", "dynamo_callback", "scope_dynamo", "specialize"]
-
 _LOG_METHODS = re.compile(r"(debug|info|warning|warn|error|critical|fatal|log)(_once|_advice)?")  # they return None
 _call_method_of_logger = misc.LoggingLoggerVariable.call_method
 _wrap_symfloat = builder.VariableBuilder.wrap_symfloat

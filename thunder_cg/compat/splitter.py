@@ -31,7 +31,6 @@ from thunder_cg.compat.torch import tree_flatten, tree_leaves
 
 __all__ = [
     "GET_DATA",
-    "DataDependentOutputException",
     "can_trace",
     "can_trace_all",
     "checkpoints",
@@ -58,6 +57,7 @@ __all__ = [
     "on_examples",
     "operator_name",
     "read_number",
+    "reads_values",
     "symbols_of_sizes",
     "without_gradient",
 ]
@@ -99,21 +99,35 @@ class _Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _calls_of(node: Node, function: Callable[..., Any]) -> list[str]:
+    """The operators that run in a call of the function where the node is, with its autocasts."""
+    calls = _Calls()
+    with ExitStack() as stack:
+        for kind, dtype, enabled in _autocasts_at(node):
+            stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
+        on_examples(function, example(node.args), example(node.kwargs), inside=calls)
+    return calls.names
+
+
+def reads_values(node: Node, function: Callable[..., Any]) -> bool:
+    """Whether the function that a node calls reads on the host what a tensor holds."""
+    try:
+        _calls_of(node, function)
+    except DataDependentOutputException:
+        return True
+    return False
+
+
 def depends_on_autocast(node: Node, function: Callable[..., Any]) -> bool:
     """Whether the autocast that a node is inside of casts what the function that it calls gets, or what is inside."""
-    args, kwargs, casts = example(node.args), example(node.kwargs), [*_autocasts_at(node)]
-    calls, without = _Calls(), _Calls()
-    with ExitStack() as stack:
-        for kind, dtype, enabled in casts:
-            stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
-        on_examples(function, args, kwargs, inside=calls)
-    if not casts:
+    if not any(_autocasts_at(node)):
         return False
+    without = _Calls()
     try:
-        on_examples(no_autocast(function), args, kwargs, inside=without)
+        on_examples(no_autocast(function), example(node.args), example(node.kwargs), inside=without)
     except RuntimeError:  # of two dtypes
         return True
-    return calls.names != without.names
+    return _calls_of(node, function) != without.names
 
 
 def for_splitter(function: Callable[..., Any], name: str) -> Callable[..., Any]:

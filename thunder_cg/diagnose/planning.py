@@ -12,7 +12,7 @@ import thunder
 import torch
 
 from thunder_cg.analysis.sources import described
-from thunder_cg.compat import thunder as compat
+from thunder_cg.compat.compiled import OPTIONS, compile_only
 from thunder_cg.compat.torch import tensors_in, tree_map_only
 from thunder_cg.diagnose.compiling import compiled_as, original, refuse_sharded, transform_of
 from thunder_cg.errors import CudagraphError, NotCompiledError, OptionError
@@ -70,7 +70,7 @@ def plan(
         raise OptionError("fn_or_module", fn_or_module, "a function or module", "pass the model", "plan")
     source = original(fn_or_module)
     _refuse_arguments(options, source)
-    ours = taken_from(options, "plan", compat.OPTIONS, may_be_others=False)
+    ours = taken_from(options, "plan", OPTIONS, may_be_others=False)
     before = transform_of(fn_or_module)
     settings = replace(before.options, **ours) if before is not None else Options(**ours)
     inputs = (example_inputs, dict(kwargs or {}))
@@ -83,7 +83,7 @@ def plan(
     jitted = compiled_as(fn_or_module, source, CudagraphTransform(settings, stand_in), options)
     counts: dict[str, Any] = {"calls": 0}
     try:
-        compat.compile_only(jitted, *inputs)
+        compile_only(jitted, *inputs)
     except CudagraphError:
         raise
     except Exception as error:

@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from thunder_cg.communication import functional
+from thunder_cg.compat.operators import grouped_mm, library_name, pad, transformer_encoder_layer, weight_norm
 from thunder_cg.compat.splitter import for_splitter
 from thunder_cg.compat.thunder import (
     OperatorExecutor,
@@ -26,7 +27,6 @@ from thunder_cg.compat.thunder import (
     to_torch_dtype,
     trace_as,
 )
-from thunder_cg.compat.torch import grouped_mm, library_name, pad, transformer_encoder_layer, weight_norm
 
 # Thunder's symbols refuse some arguments, such as ceil_mode, or have no gradient.
 _PARTIAL = {

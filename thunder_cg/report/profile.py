@@ -23,6 +23,7 @@ import torch
 from thunder_cg.analysis.ops import Op, gradients_in
 from thunder_cg.analysis.partition import Region
 from thunder_cg.compat import thunder as compat
+from thunder_cg.compat.compiled import computation_and_inputs
 from thunder_cg.compat.torch import tree_map_only
 from thunder_cg.executor import executor
 from thunder_cg.report.programs import compile_failures, jitted_parts, locate, that_counts
@@ -56,7 +57,7 @@ def measure(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int,
     times: dict[int, Times] = {}
     with _uncounted(fn), state_kept(fn, (args, kwargs)):
         for jitted, part_args, part_kwargs in _calls_of_parts(fn, args, kwargs):
-            entry, inputs = compat.computation_and_inputs(jitted, part_args, part_kwargs)
+            entry, inputs = computation_and_inputs(jitted, part_args, part_kwargs)
             forward = program_of(entry.computation_traces)
             if forward is not None:
                 backward = program_of(entry.backward_traces) if entry.backward_fn else None

@@ -13,7 +13,8 @@ from typing import Any, Literal, overload
 from thunder_cg.analysis.classify import shown, unmatched
 from thunder_cg.analysis.ops import Op
 from thunder_cg.analysis.partition import Region
-from thunder_cg.compat.thunder import ThunderModule, bound_functions, changed_since_compiled, original_module
+from thunder_cg.compat.compiled import changed_since_compiled, original_module
+from thunder_cg.compat.thunder import ThunderModule, bound_functions
 from thunder_cg.errors import CudagraphError, OptionError
 from thunder_cg.kernels.fusion import Fusion
 from thunder_cg.report import differences, files, html, schema, terminal, text

@@ -14,6 +14,7 @@ import torch
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.ops import Op, process_groups
 from thunder_cg.compat import thunder as compat
+from thunder_cg.compat.compiled import drop_self_reference
 from thunder_cg.compat.torch import ProfilerRange
 from thunder_cg.runtime.backend import Backend
 
@@ -159,7 +160,7 @@ def _build(
             source.append(f"  del {', '.join(spent)}")
     source.append(f"  return ({''.join(f'{result}, ' for result in results)})")
     function = compat.build_callable(name, python_str="\n".join(source), file_name=f"thunder.{name}", ctx=context)
-    compat.drop_self_reference(function)
+    drop_self_reference(function)
     return function
 
 

@@ -217,7 +217,7 @@ class Program:
         if self.collectives is None:
             return call
         meets = self.collectives.meets()
-        call.round = self.collectives.next_round()
+        call.round = self.collectives.next_round(replays=call.mode is Mode.REPLAY)
         if call.mode in (Mode.WARMUP, Mode.EAGER):
             call.round.decline("it warms up" if call.mode is Mode.WARMUP else "it runs eagerly")
         elif meets:

@@ -81,8 +81,8 @@ _NAMESPACES = types.SimpleNamespace, argparse.Namespace
 _LOCKS = type(threading.Lock()), type(threading.RLock()), threading.Condition
 _OF_MODULES = ("training", "_parameters", "_buffers", "_modules")  # that each module has in its dictionary
 # Modules and packages whose classes in C are looked at, or constant.
-_KNOWN_IN_C = {*CONSTANT_PACKAGES, "builtins", "datetime", "functools", "operator", "pybind11_builtins", "re", "types"}
-_KNOWN_IN_C |= {"_abc", "_ctypes", "_struct", "_thread", "typing", "weakref", "zoneinfo"}
+_KNOWN_IN_C = {*CONSTANT_PACKAGES, "builtins", "collections", "datetime", "functools", "operator", "pybind11_builtins"}
+_KNOWN_IN_C |= {"_abc", "_collections", "_ctypes", "_struct", "_thread", "re", "types", "typing", "weakref", "zoneinfo"}
 _NOT_COMPARED = "is not compared before a replay"
 _DEEP = "are compared before a replay; have the step read it by a name"
 _IMPORT = "import those that the step needs"
@@ -120,7 +120,7 @@ class Collector:
 
     def __init__(self, device_type: str, names: Names, carried: Container[Any]) -> None:
         self._device_type, self._names, self._to_carry = device_type, names, carried
-        self.facts: Facts = {}
+        self.facts = Facts()
         self.places: dict[str, list[tuple[Place, Any]]] = {}  # of tensors: where each is, or what it is a part of
         self.carried: dict[Any, tuple[str, Place, Any]] = {}  # by the place's key, with the fact
         self.tensors: dict[int, Tensor] = {}

@@ -75,7 +75,7 @@ _FIXES = {
 _OF_HOST = {_READ, _MASK, _NUMBERS, _READ_OR_MASK}
 
 
-def change_between(before: Facts, after: Facts) -> str | None:
+def change_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
     """The first fact that differs, in words; None if none does."""
     change = difference(before, after)
     is_random = change is not None and change.startswith("the state of")  # as values it has hashes

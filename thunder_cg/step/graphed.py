@@ -549,7 +549,7 @@ def _forget_oldest(by_layout: dict[Any, Any]) -> None:
 
 def _detached(result: Any) -> Any:
     """The result as a replay returns it: without a history."""
-    return tree_map_only(torch.Tensor, lambda t: t.detach() if t.requires_grad and not t.is_leaf else t, result)
+    return tree_map_only(torch.Tensor, lambda t: t.detach() if t.requires_grad else t, result)
 
 
 def _said(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from thunder_cg.compat.torch import Settings, kernel_settings
-from thunder_cg.step.facts import Content, Facts
+from thunder_cg.step.facts import Content
 
 
 def _autocast(kind: str) -> Any:
@@ -42,9 +42,9 @@ def thread_states() -> tuple[Any, ...]:
 _kernel_settings = kernel_settings(Settings.ALL)
 
 
-def states_outside(device: torch.device) -> Facts:
+def states_outside(device: torch.device) -> dict[str, Any]:
     """What a step may change that is neither an argument nor read by a name, and that no replay would change."""
-    facts: Facts = {"what PyTorch chooses kernels by": _kernel_settings()}
+    facts: dict[str, Any] = {"what PyTorch chooses kernels by": _kernel_settings()}
     if device.type != "cpu":
         facts |= {"the current stream": torch.cuda.current_stream(), "the current device": torch.cuda.current_device()}
     return random_states(device) | dict(zip(_thread_states, thread_states())) | facts
@@ -61,9 +61,9 @@ def shared_generator(value: Any) -> str | None:
     return _NUMPYS if numpy is not None and value is numpy.random.get_state.__self__ else None
 
 
-def random_states(device: torch.device) -> Facts:
+def random_states(device: torch.device) -> dict[str, Any]:
     """States of random numbers that no replay draws: those of Python and NumPy, and the CPU's beside a GPU's graph."""
-    facts: Facts = {_PYTHONS: hash(random.getstate())}
+    facts: dict[str, Any] = {_PYTHONS: hash(random.getstate())}
     if device.type != "cpu":
         facts["the state of PyTorch's random numbers on the CPU"] = Content(torch.get_rng_state().numpy().tobytes())
     if "numpy" in sys.modules:

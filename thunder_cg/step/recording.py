@@ -48,7 +48,7 @@ from thunder_cg.runtime.recording import RecordingUse
 from thunder_cg.runtime.tensors import address_if_any, copy_all, is_plain
 from thunder_cg.step.averages import known_to_be_positive
 from thunder_cg.step.calls import Calls
-from thunder_cg.step.facts import ATOMS, Facts
+from thunder_cg.step.facts import ATOMS
 from thunder_cg.step.fixes import change_between, fix_of_argument, fix_of_change, fix_of_moved
 from thunder_cg.step.gradients import LIKE, ExpectedGradients, GradientsBefore, GraphGradient, Overwritten, place_of
 from thunder_cg.step.memory import nbytes
@@ -597,7 +597,7 @@ class StepCapture:
         counters = {id(each.n_averaged) for each in self.state.averages}  # their versions say who else writes to them
         return [each for each, changed in zip(tensors, has_changed) if changed and id(each) not in counters]
 
-    def _refuse_what_python_did(self, outside: Facts) -> None:
+    def _refuse_what_python_did(self, outside: Mapping[str, Any]) -> None:
         """`CaptureRefused` if the call has done or changed what is not part of the state, and no replay would.
 
         Args:
@@ -628,7 +628,7 @@ class StepCapture:
             return refused.with_traceback(None)
         return None
 
-    def _refuse_change(self, before: Facts, after: Facts) -> None:
+    def _refuse_change(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
         if (change := change_between(before, after)) is not None:
             fix = fix_of_change(change, self.state.facts, {}, in_step=True)
             if not fix:

@@ -103,7 +103,7 @@ class StepState:
         heavy = self._collect_roots()
         self._behind_names, self._of_roots = Watch(others), Watch(heavy)
         self._hooks_registered = registered_hooks()
-        self.facts: Facts = {**simple.facts, **others.facts, **heavy.facts, **self._facts_of_lists()}
+        self.facts = Facts.of(simple.facts, others.facts, heavy.facts, self._facts_of_lists())
         self.objections = [*simple.objections, *others.objections, *heavy.objections]
         self.tensors = [*{**simple.tensors, **others.tensors, **heavy.tensors}.values()]
         self.parameters = [tensor for tensor in self.tensors if _may_get_gradient(tensor)]
@@ -297,7 +297,7 @@ class StepState:
 
     def _facts_of_lists(self) -> Facts:
         """See Note [Lists that grow] in reads.py. Where names lead to the same list is a fact."""
-        facts: Facts = {}
+        facts = Facts()
         names: dict[int, str] = {}  # by identity, the first
         for read in self._growing:
             value = read.get()

@@ -115,6 +115,3 @@ def _work(task: _RankTask, supervisor: Supervisor) -> None:
     """The group is not destroyed: a graph that was made by hand and lives would hang that. The process ends anyway."""
     task.rank.begin_group()
     supervisor.send_result(task.work(task.rank, supervisor, *task.arguments))
-
-
-__all__ = ["Rank", "RankFailed", "run_on_ranks"]

@@ -349,6 +349,3 @@ def _serve(pipe: connection.Connection, output: str, work: Callable[[Any, Superv
             pipe.send(("raised", failure_text(error)))
             return
         pipe.send(("done", None))
-
-
-__all__ = ["Answer", "Supervisor", "Workers", "failure_text"]

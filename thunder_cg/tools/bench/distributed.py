@@ -21,7 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thunder_cg.compat.torch import dynamo_recompile_limit, forget_dynamic_sizes, keep_cublas_workspaces, optimize_ddp
+from thunder_cg.compat.torch_compile import (
+    dynamo_recompile_limit,
+    forget_dynamic_sizes,
+    keep_cublas_workspaces,
+    optimize_ddp,
+)
 from thunder_cg.compat.tracing import faster_tracing
 from thunder_cg.report.report import explain
 from thunder_cg.runtime.agreement import seconds_of_agreement

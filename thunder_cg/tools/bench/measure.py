@@ -15,7 +15,7 @@ from statistics import median, quantiles
 
 import torch
 
-from thunder_cg.compat.torch import dynamo_recompile_limit, forget_dynamic_sizes, keep_cublas_workspaces
+from thunder_cg.compat.torch_compile import dynamo_recompile_limit, forget_dynamic_sizes, keep_cublas_workspaces
 from thunder_cg.progress import Progress
 from thunder_cg.report.programs import locate
 from thunder_cg.report.report import explain

@@ -238,6 +238,3 @@ def _measure(
             compare=unit is None,
             ready=ready or (lambda: None),
         )
-
-
-__all__ = ["BenchmarkSettings", "run"]

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from thunder_cg.compat.operators import operator_table
 from thunder_cg.compat.thunder import symbols_of_functions
-from thunder_cg.compat.torch import operator_table
 from thunder_cg.tools.operators.handwritten import HANDWRITTEN
 from thunder_cg.tools.operators.samples import OperatorCase, Sample, symbol_of
 

@@ -137,6 +137,3 @@ def summary(results: OperatorResults) -> str:
             f"{len(results.symbols)} symbols: {', '.join(f'{n} {end}' for end, n in sorted(ends.items()))}",
         )
     )
-
-
-__all__ = ["OperatorSettings", "run"]

@@ -355,6 +355,3 @@ def _blamed(failure: str, ops: Sequence[Op], indices: Sequence[int]) -> Key | No
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or ["no message"]
     return f"{type(error).__name__}: {lines[0]}"[:200]
-
-
-__all__ = ["CaptureTrial", "NotTraced", "attempt", "capture_alone", "verdict"]
