@@ -144,11 +144,11 @@ def _steps(trace: TraceReport) -> Iterator[str]:
 
 
 def _region(region: RegionReport, table: str) -> str:
-    colour = _COLOURS["capture" if region.failure is None else "eager"]
     ops = units.count(region.ops, "op")
     said = f"<b>{escape(region.name)}</b> on {escape(region.device)}, {ops}: {escape(text.region_counts(region))}"
     notes = "".join(f"<br>{escape(note)}" for note in text.notes(region))
-    return f'<details><summary style="background-color: {colour}">{said}{notes}</summary>{table}</details>'
+    style = f"background-color: {picture.colour_of(region)}"
+    return f'<details><summary style="{style}">{said}{notes}</summary>{table}</details>'
 
 
 def _table(content: str, widths: Mapping[str, int] = _COLUMNS) -> str:
