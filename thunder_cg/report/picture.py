@@ -65,9 +65,9 @@ class _Line:
         return units.count(len(self.values), "value") + (f", {units.size(nbytes)}" if nbytes else "")
 
 
-def render(trace: TraceReport) -> str:
-    """The picture; "" for a plan with one step and nothing beside the step."""
-    boxes = _boxes(trace)
+def render(trace: TraceReport, *, saves: bool) -> str:
+    """The picture; "" for a plan with one step and nothing beside the step. ``saves`` if a backward follows."""
+    boxes = _boxes(trace, saves)
     columns = _columns(trace.collectives, boxes)
     if len(boxes) < 4 and not columns:  # what comes in, one step, and the results
         return ""
@@ -101,7 +101,7 @@ def colour_of(region: RegionReport) -> str:
     return CAPTURED if region.captures or not region.eager_runs else OTHER
 
 
-def _boxes(trace: TraceReport) -> list[_Box]:
+def _boxes(trace: TraceReport, saves: bool) -> list[_Box]:
     """What comes in, the steps in their order, and the results."""
     regions = {region.name: region for region in trace.regions}
     boxes = [_Box("inputs", OTHER, frozenset())]
@@ -117,7 +117,7 @@ def _boxes(trace: TraceReport) -> list[_Box]:
             title, colour = title + ", runs eagerly" * (region.failure is not None), colour_of(region)
         boxes.append(_Box(title, colour, frozenset(op.index for op in ops)))
     returned = frozenset(op.index for op in trace.ops if op.verdict == "bookkeeping")
-    results = "results, and what a backward needs" if trace.grad else "results"
+    results = "results, and what is saved for the backward" if saves else "results"
     return [*boxes, _Box("gradients" if trace.kind == "backward" else results, OTHER, returned)]
 
 
