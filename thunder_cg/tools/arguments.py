@@ -31,11 +31,17 @@ class Parser(argparse.ArgumentParser):
 @contextmanager
 def without_warnings_of_others() -> Iterator[None]:
     """Inside, warnings of other packages are not printed, unless ``python -W`` says which are."""
+    log = logging.getLogger("torch.utils.cpp_extension")  # which warns that there is no GPU
+    level = log.level
     with warnings.catch_warnings():
         if not sys.warnoptions:
             logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # that a machine has no GPU
             warnings.filterwarnings("ignore", module=r"(?!thunder_cg\b|__main__\b)")
-        yield
+            log.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            log.setLevel(level)
 
 
 _interrupts: list[int] = []  # signals that have come to a command
