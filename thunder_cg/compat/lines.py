@@ -9,7 +9,6 @@ from __future__ import annotations
 import linecache
 import os
 import re
-import sys
 from functools import cache
 from typing import Any, NamedTuple
 
