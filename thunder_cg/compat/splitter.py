@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import cache
 from inspect import getclosurevars
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -500,6 +500,30 @@ def can_trace_all(module: GraphModule, options: dict[str, Any]) -> bool:
 def checkpoints(graph: Graph) -> list[Node]:
     """The calls of checkpointed functions, whose graphs are submodules."""
     return [*graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint)]
+
+
+class SeenNode(NamedTuple):
+    """What a report needs of a node of Dynamo's graph: the user's stack, as text, and how to call the operator.
+
+    ``operator`` is None where the splitter names it well; ``is_users`` is False where Dynamo made the node of a
+    transform of ``torch.func``.
+    """
+
+    stack: str | None
+    operator: str | None
+    is_users: bool
+
+    @classmethod
+    def of(cls, node: Node) -> SeenNode:
+        operator = numpy_name(node)
+        if node.target is getattr:
+            operator = f"Tensor.{node.args[1]}"
+        elif node.target is GET_DATA:
+            operator = "Tensor.data"
+        return cls(node.stack_trace, operator, not is_of_transform(node))
+
+
+JOINED = "thunder_cg_joined"  # in the meta of a node that stands for others: a `SeenNode` of each, by its name
 
 
 def is_of_transform(node: Node) -> bool:

@@ -60,6 +60,7 @@ def _summary(report: Report) -> Iterator[str]:
     yield from in_python(report)
     yield from compiled_anew(report)
     yield from lines.by_line(report)
+    yield from lines.by_inductor(report.joined)
     yield from unmatched(report)
     yield from measured(report)
     yield from deselected(report)

@@ -169,6 +169,7 @@ class Report(_OfFunction):
 
     traces: tuple[TraceReport, ...]  # one for every forward and every backward that Thunder compiled with the transform
     outside: tuple[Outside, ...] = ()  # what Thunder does not support, so that Inductor runs it (thunderfx only)
+    joined: tuple[Outside, ...] = ()  # likewise, but what Inductor made of it is an operator of a trace
     causes: tuple[CauseReport, ...] = ()  # of eager ops, the most expensive first
     changes: tuple[ChangeReport, ...] = ()  # because of which calls compile, warm up or capture anew
     compile_failures: int = 0  # calls in which Thunder raised while it compiled
@@ -279,6 +280,7 @@ def report(fn: Any, times: Mapping[int, Times] | None = None) -> Report:
     made = Report(
         traces=traces,
         outside=found.outside,
+        joined=found.joined,
         causes=causes(programs, {key: each.ops for key, each in times.items()} if times is not None else None),
         clock=programs[0].backend.name if times and programs else None,
         changes=changes(found.programs),
