@@ -142,6 +142,32 @@ def test_advice_of_a_module_that_does_not_compile_as_a_number_is_unknown(fn, adv
     assert "To try: for a " in str(explain(compiled)) and advice in str(explain(compiled))
 
 
+@torch.library.custom_op("thunder_cg_tests::positive", mutates_args=())
+def positive(x: torch.Tensor) -> torch.Tensor:
+    return x[x > 0].clone()
+
+
+@positive.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(torch.library.get_ctx().new_dynamic_size())
+
+
+@pytest.mark.parametrize(
+    ("of_size", "operator", "advice"),
+    [
+        (torch.nonzero, "aten.nonzero", "use a form with a fixed size"),
+        (positive, "thunder_cg_tests.positive", "do what this line does outside of the compiled function"),
+    ],
+)
+def test_advice_where_dynamo_ends_a_graph_as_a_size_is_not_known(of_size, operator, advice):
+    torch._dynamo.reset()
+    compiled = thunderfx(lambda x: of_size(x.sin() * 2).sum() * 2, backend="tape")
+    compiled(torch.ones(3))
+    (ended,) = explain(compiled).breaks
+    assert ended.reason == f"the size of what {operator} returns depends on what tensors hold"
+    assert ended.fix.startswith(advice)
+
+
 @pytest.mark.parametrize("compiles", ["jit", "thunderfx"])
 def test_advice_for_bincount_holds_in_training(compiles):
     class Counts(torch.nn.Linear):
