@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import implicit_replication
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from thunder_cg import explain, graphed_step
@@ -402,7 +402,8 @@ def on_dtensors(model: Any) -> Callable[..., Any]:
     import parallel
 
     mesh = init_device_mesh(parallel.device().type, (dist.get_world_size(),))
-    parallelize_module(model, mesh, {"block.up": ColwiseParallel(), "block.down": RowwiseParallel()})
+    whole = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate(), use_local_output=True)
+    parallelize_module(model, mesh, {"block.up": ColwiseParallel(), "block.down": RowwiseParallel(), "block": whole})
     parameters = [*model.parameters()]
     sharded = [p for p in parameters if isinstance(p, DTensor)]
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False)  # which takes no DTensors with others

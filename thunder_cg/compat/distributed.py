@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import _maybe_wrap_tensor as wrap_functional, wait_tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _coalescing_manager, _get_process_group_store, _world
-from torch.distributed.tensor import DTensor, distribute_module
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from thunder_cg.compat.torch import tensors_in, tree_map_only
@@ -190,12 +190,10 @@ def why_not_in_step(module: torch.nn.Module) -> tuple[str, str] | None:
     return _FSDP if is_fsdp else None
 
 
-_HOOKS_OF_DTENSORS = {code for code in distribute_module.__code__.co_consts if isinstance(code, CodeType)}
-
-
 def makes_dtensors(hook: Any) -> bool:
     """Whether a hook is one by which a module that is parallelized has DTensors as its inputs, or as its results."""
-    return getattr(hook, "__code__", None) in _HOOKS_OF_DTENSORS
+    module = getattr(hook, "__module__", None)
+    return module in ("torch.distributed.tensor._api", "torch.distributed.tensor.parallel.style")
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -480,7 +480,7 @@ class Collector:
             at = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
             fix = "remove it, and do in the step what it does"
             if "torch/distributed/" in at:
-                fix = "take thunder.distributed instead"
+                fix = "take thunder.distributed.ddp or fsdp instead"
             elif type(hook).__module__ in ("torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm"):
                 fix = f"take torch.nn.utils.parametrizations.{type(hook).__module__.rpartition('.')[2]} instead"
             elif isinstance(hook, BasePruningMethod):
