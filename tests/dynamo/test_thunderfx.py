@@ -197,7 +197,7 @@ def test_a_torch_compile_around_it(pair, device):
     assert [region["replays"] for region in regions(graphed)] == [3]
 
 
-@pytest.mark.parametrize("how", ["vmap", "grad"])
+@pytest.mark.parametrize("how", ["vmap", "grad", "jacrev"])
 @pytest.mark.usefixtures("cut")
 def test_transforms_of_torch_func(backend, device, how):
     """Masks of Transformers 4 are made with vmap, where Thunder's own thunderfx raises. Inductor gets them."""
@@ -205,6 +205,8 @@ def test_transforms_of_torch_func(backend, device, how):
     def fn(x):
         if how == "vmap":
             inside = torch.vmap(lambda row, scale: torch.sin(row) * scale + row.sum(), in_dims=(0, None))(x, x[0] * 2)
+        elif how == "jacrev":  # whose second transform takes tensors of the first
+            inside = torch.func.jacrev(lambda y: torch.sin(y) * y.sum())(x[0] * 2).sum(0)
         else:
             inside = torch.func.grad(lambda y: (torch.sin(y) * y).sum())(x * 2)
         return torch.tanh(inside) + x
@@ -215,6 +217,7 @@ def test_transforms_of_torch_func(backend, device, how):
             x = torch.randn(3, 4, device=device)
             torch.testing.assert_close(graphed(x), fn(x))
     assert "is inside of torch.vmap or another transform of torch.func" in str(explain(graphed))
+    assert all(part.cost.endswith("and 1 of Inductor's") for part in explain(graphed).outside)
     assert replays(graphed) > 0
 
 

@@ -82,7 +82,13 @@ def compile_each_way(
     if writes or any(each.output_type not in _OWN_MEMORY for each in facts.output_info):
         return None
     forward, *backward = ways
-    return forward, next(iter(backward), None), [i for i, each in enumerate(facts.output_info) if each.requires_grad]
+    results = len(facts.output_info)
+    differentiated = [i for i, each in enumerate(facts.output_info) if each.requires_grad and facts.is_train]
+    taken = len(forward.results) - results + len(differentiated)
+    shapes = [(len(way.inputs), len(way.results)) for way in backward]
+    if len(forward.inputs) != len(inputs) or shapes != [(taken, len(inputs))] * len(backward):
+        return None  # as where two inputs are one tensor
+    return forward, next(iter(backward), None), differentiated
 
 
 def name_of_kernel(function: Any) -> str | None:

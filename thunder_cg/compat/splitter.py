@@ -15,6 +15,7 @@ import torch
 from thunder.core.compile_data import get_compile_data
 from thunder.dynamo import splitter, utils
 from thunder.dynamo.utils import SplitReason, SplitReasonType
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import NumpyTensorSource
 from torch._dynamo.utils import numpy_method_wrapper, numpy_operator_wrapper, numpy_to_tensor_wrapper
@@ -28,7 +29,7 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from thunder_cg.compat.thunder import no_autocast
-from thunder_cg.compat.torch import tree_flatten, tree_leaves
+from thunder_cg.compat.torch import tensors_in, tree_flatten, tree_leaves
 
 __all__ = [
     "GET_DATA",
@@ -532,13 +533,21 @@ def is_of_transform(node: Node) -> bool:
 
 
 def inside_transforms(graph: Graph) -> frozenset[str]:
-    """Names of the nodes inside of transforms of ``torch.func``: their tensors are not what they seem to be."""
-    found = set()
+    """Names of the nodes inside of transforms of ``torch.func``: their tensors are not what they seem to be.
+
+    ``jacrev`` takes such tensors again after the transform that has made them. All up to there is inside.
+    """
+    found: set[str] = set()
     depth = 0
-    for node in graph.nodes:
+    nodes = [*graph.nodes]
+    position = {node: i for i, node in enumerate(nodes)}
+    end = -1  # of what takes tensors of a transform
+    for i, node in enumerate(nodes):
         name = getattr(node.target, "__name__", "")
         depth += name.endswith("_increment_nesting")
-        if depth:
+        if depth or i <= end:
             found.add(node.name)
+            if any(map(is_functorch_wrapped_tensor, tensors_in(example(node)))):
+                end = max([end, *(position[user] for user in node.users)])
         depth -= name.endswith("_decrement_nesting")
     return frozenset(found)

@@ -19,7 +19,7 @@ from thunder_cg.analysis import rules
 from thunder_cg.compat.inductor import OneWay, compile_each_way, draws, is_called_as_it_is, name_of_kernel
 from thunder_cg.compat.splitter import JOINED, SeenNode, example, fake_arguments, for_splitter, modes_of
 from thunder_cg.compat.thunder import outside_of_autograd, symbol_of_function, with_derivative
-from thunder_cg.compat.torch import autograd_base, shares_storage
+from thunder_cg.compat.torch import autograd_base, is_wrapper, shares_storage
 from thunder_cg.dynamo.layouts import fixed_stride, is_refused_lstm
 from thunder_cg.dynamo.operators import executor, in_layout
 from thunder_cg.dynamo.writes import shares_memory
@@ -58,7 +58,7 @@ def _as_operator(nodes: Sequence[Node]) -> tuple[Callable[..., Any], list[Node],
     values = [*map(example, inputs)]
     made = [*map(example, results)]
     modes = modes_of(nodes)
-    if modes is None or not made or any(fixed_stride(value) is None for value in (*values, *made)):
+    if modes is None or not made or any(fixed_stride(value) is None or is_wrapper(value) for value in (*values, *made)):
         return None
     if len({value.device for value in (*values, *made)}) > 1 or any(each.op == "get_attr" for each in inputs):
         return None
@@ -171,7 +171,7 @@ def _symbol(kind: str, way: OneWay, results: Sequence[Any], run: Callable[..., A
 
 
 def _like(value: torch.Tensor, *, tracked: bool) -> torch.Tensor:
-    has_gradient = tracked and value.is_floating_point()
+    has_gradient = tracked and (value.is_floating_point() or value.is_complex())
     return torch.empty(value.shape, dtype=value.dtype, device=value.device, requires_grad=has_gradient)
 
 
