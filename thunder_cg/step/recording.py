@@ -54,7 +54,7 @@ from thunder_cg.step.gradients import LIKE, ExpectedGradients, GradientsBefore, 
 from thunder_cg.step.memory import nbytes
 from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, memory_of_tensors, moved, refuse_other_memory
 from thunder_cg.step.outside import states_outside
-from thunder_cg.step.places import Carried
+from thunder_cg.step.places import Carried, in_two_places
 from thunder_cg.step.reads import Read, is_constant, settings_in
 from thunder_cg.step.snapshot import Snapshot
 from thunder_cg.step.stack import clear_stack
@@ -243,6 +243,8 @@ class StepRecording(RecordingUse):
         """
         if any(address_if_any(tensor) in self.memory for tensor in (*batch.tensors, *carried)):
             return _SHARES
+        if carried and _storages(batch.tensors) & _storages(carried):
+            return _SHARES
         if self.overwritten.are_held() or (left is not self.left and self._may_reuse(left)):
             return "a gradient of an earlier step is still held, and a replay would overwrite it; clone it"
         return None
@@ -368,6 +370,7 @@ class _Body:
         for (_, at, _, _, _), value in zip(found, given):
             at.put(value)
         yield left
+        puts: list[tuple[str, Carried]] = []
         for (label, at, before, then, tensors), value in zip(found, given):
             now, is_given = Carried.of(left_there := at.get(), self._state.device.type), left_there is value
             at.put(before)
@@ -377,6 +380,9 @@ class _Body:
                 raise CaptureRefused(f"the step leaves something else in {label} than a new tensor like the one before")
             self.carried.append((at.put, now.structure, len(now.tensors)))
             left += now.tensors
+            puts.append((label, now))
+        if (problem := in_two_places(puts)) is not None:
+            raise CaptureRefused(f"after the step, {problem}")
 
     def _take_appended(self, lists: Iterable[_Grown]) -> list[Tensor]:
         """What the step has appended to lists, which get back what they had. See Note [Lists that grow] in reads.py."""
@@ -524,9 +530,13 @@ class StepCapture:
     def _record(self, before: GradientsBefore) -> StepRecording:
         state, batch = self.state, self.batch
         pool = self.arena.pool(state.device)
-        inputs = [*batch.tensors, *state.carried_tensors()]
-        if _storages(inputs) & _storages([*state.memory, *(each for each in before.memory if each is not None)]):
+        carried = state.carried_tensors()
+        inputs = [*batch.tensors, *carried]
+        others = _storages([*state.memory, *(each for each in before.memory if each is not None)])
+        if _storages(inputs) & others or _storages(batch.tensors) & _storages(carried):
             raise CaptureLater(_SHARES)
+        if (problem := in_two_places(zip((label for label, *_ in state.carried), state.carried_values()))) is not None:
+            raise CaptureLater(problem)
         memory = {at: tensor for at, tensor in memory_of_tensors(state.device).items() if at not in before.moved}
         copied, buffers = place(pool, inputs, frozenset(), batch.same)
         copy_all([each.target for each in copied], [each.source(inputs) for each in copied])

@@ -42,7 +42,7 @@ from thunder_cg.step.collector import CONTAINERS, Collector, Watch, is_simple
 from thunder_cg.step.facts import Facts, Same, is_equal
 from thunder_cg.step.gradients import place_of
 from thunder_cg.step.outside import shared_generator
-from thunder_cg.step.places import Carried, Place, places_of
+from thunder_cg.step.places import Carried, Place, in_two_places, places_of
 from thunder_cg.step.reads import GROWING, MISSING, Called, Read, content_of_cell, is_compiled, links_of, reads_of
 from thunder_cg.step.snapshot import Snapshot
 
@@ -219,7 +219,9 @@ class StepState:
             return None
         values = self.carried_values()
         are_alike = [value.fact for value in values] == [fact for _, _, fact in self.carried]
-        return [tensor for value in values for tensor in value.tensors] if are_alike else None
+        if not are_alike or in_two_places((label, each) for (label, *_), each in zip(self.carried, values)):
+            return None
+        return [tensor for value in values for tensor in value.tensors]
 
     def holds(self) -> bool:
         """Whether nothing has changed, besides what is carried."""
