@@ -711,7 +711,7 @@ REASONS = {
     "objects": r"it communicates objects of Python \(broadcast_object_list\), at .*; do that outside of the step",
     "barrier": r"the host waits for the other ranks \((monitored_)?barrier\), at .*; do that outside of the step",
     "a method": r"it calls a method of a process group itself, at .*; call the function of torch.distributed",
-    "sharded by rows": "rows that are on this rank; take ColwiseParallel for an embedding",
+    "sharded by rows": "looks for what is on this rank there; take ColwiseParallel for an embedding",
     "unknown origin": r"the step seems to use a tensor \(\) of float32 in .*, and it is not known where from",
 }
 

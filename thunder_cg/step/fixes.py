@@ -52,7 +52,7 @@ _VALIDATION = "the distribution reads its arguments on the host; make it with va
 _BACKWARD = "the backward reads a value on the host; torch.autograd.set_detect_anomaly does, unless check_nan=False"
 _READ = "the host reads a value there; return the tensor, and read it outside of the step"
 _MASK = "the number of elements depends on values; take torch.where, or multiply by the mask"
-_ROWS = "PyTorch looks for rows that are on this rank; take ColwiseParallel for an embedding"
+_ROWS = "PyTorch looks for what is on this rank there; take ColwiseParallel for an embedding, and no loss_parallel"
 _OF_ROWS = "_mask_tensor", "apply_mask"  # functions of DTensors
 _READ_OR_MASK = f"{_READ}; for a boolean index, take torch.where"
 _NUMBERS = "a tensor is made of Python's numbers there; make it before the step"
