@@ -663,6 +663,23 @@ def _hidden(model: Any, group: Any) -> Callable[..., Any]:
     return with_it
 
 
+def _sharded_by_rows(model: Any, group: Any) -> Callable[..., Any]:
+    import parallel
+
+    mesh = init_device_mesh(parallel.device().type, (dist.get_world_size(),))
+    parallelize_module(model, mesh, {"words": RowwiseParallel(input_layouts=Replicate())})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+
+    def step(tokens):
+        optimizer.zero_grad()
+        loss = model(tokens).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
 STEPS: dict[str, Callable[..., Any]] = {
     "an argument": _reduces_an_argument,
     "objects": _with(lambda gradient, group: dist.broadcast_object_list([None], 0, group)),
@@ -676,6 +693,7 @@ STEPS: dict[str, Callable[..., Any]] = {
     "FullyShardedDataParallel": _wrapped_by(_sharded_by_torch),
     "fully_shard": _wrapped_by(fully_shard),
     "kept eager": _kept_eager,
+    "sharded by rows": _sharded_by_rows,
     "unknown origin": _hidden,
 }
 
@@ -693,6 +711,7 @@ REASONS = {
     "objects": r"it communicates objects of Python \(broadcast_object_list\), at .*; do that outside of the step",
     "barrier": r"the host waits for the other ranks \((monitored_)?barrier\), at .*; do that outside of the step",
     "a method": r"it calls a method of a process group itself, at .*; call the function of torch.distributed",
+    "sharded by rows": "looks for what is on this rank there; take ColwiseParallel for an embedding",
     "unknown origin": r"the step seems to use a tensor \(\) of float32 in .*, and it is not known where from",
 }
 
