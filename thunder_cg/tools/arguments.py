@@ -15,6 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from thunder_cg.progress import clear_bar
+
 if TYPE_CHECKING:
     import torch
 
@@ -59,6 +61,7 @@ def interruptible(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> 
     except (KeyboardInterrupt, Exception) as error:
         if not is_interruption(error):
             raise
+        clear_bar()
         print("interrupted", file=sys.stderr)
         return 130
     finally:
