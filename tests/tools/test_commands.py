@@ -284,14 +284,15 @@ def test_an_interruption_of_which_a_package_makes_another_error(capsys: pytest.C
         try:
             signal.raise_signal(signal.SIGINT)
         except KeyboardInterrupt:
-            raise RecursionError from None
+            raise RecursionError("too deep") from None
         return 0
 
     def fails(argv: Sequence[str]) -> int:
         raise RecursionError
 
     before = signal.getsignal(signal.SIGINT)
-    assert interruptible(imports, []) == 130 and capsys.readouterr().err == "interrupted\n"
+    assert interruptible(imports, []) == 130
+    assert capsys.readouterr().err == "interrupted: RecursionError: too deep\n"
     with pytest.raises(RecursionError):
         interruptible(fails, [])
     assert signal.getsignal(signal.SIGINT) is before

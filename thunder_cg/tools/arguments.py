@@ -15,6 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from thunder_cg.progress import clear_bar
+
 if TYPE_CHECKING:
     import torch
 
@@ -60,7 +62,7 @@ def interruptible(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> 
     except (KeyboardInterrupt, Exception) as error:
         if not is_interruption(error):
             raise
-        print("interrupted", file=sys.stderr)
+        print_interruption(error)
         return 130
     finally:
         if is_usual:
@@ -78,6 +80,13 @@ def is_interruption(error: BaseException) -> bool:
     Other packages make other errors of `KeyboardInterrupt`, as NumPy does while it is imported.
     """
     return isinstance(error, KeyboardInterrupt) or bool(_interrupts)
+
+
+def print_interruption(error: BaseException) -> None:
+    """Says in one line what has ended a command, in the place of its bar."""
+    clear_bar()
+    other = [] if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}".splitlines()[:1]
+    print(": ".join(["interrupted", *other]), file=sys.stderr)
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:

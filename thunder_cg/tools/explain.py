@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from thunder_cg.files import MARK, refuse_foreign, replace
-from thunder_cg.tools.arguments import Parser, is_interruption, positive
+from thunder_cg.tools.arguments import Parser, is_interruption, positive, print_interruption
 
 if TYPE_CHECKING:
     from thunder_cg import Report
@@ -135,7 +135,7 @@ def _printing_errors(is_reported: Callable[[], bool] = bool) -> Iterator[list[Ba
         if isinstance(error, SystemExit):  # which `main` raises again
             return
         if is_interruption(error):
-            print("interrupted", file=sys.stderr)
+            print_interruption(error)
             return
         if is_reported():
             print("".join(traceback.format_exception_only(type(error), error)), end="", file=sys.stderr)
