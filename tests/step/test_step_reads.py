@@ -34,6 +34,7 @@ import weakref
 from abc import ABC
 from collections import Counter, OrderedDict, UserList, defaultdict, deque, namedtuple
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from contextvars import ContextVar, copy_context
 from datetime import datetime, timedelta
 from decimal import Context, Decimal, setcontext
@@ -1151,6 +1152,17 @@ def the_second_of_two_objects_of_one_name():
     return lambda y: second.passed_on(first.by_name(y)), partial(second.scales.update, one=2.0)
 
 
+def what_a_context_gives():
+    scales = {"one": 1.0}
+    context = nullcontext(scales)
+
+    def step(y):
+        with context as given:
+            return scaled(given, y)
+
+    return step, partial(scales.update, one=2.0)
+
+
 def a_key_beside_a_number():
     key = Named()
     scales = {key: 1.0, 0: 1.0}
@@ -1185,6 +1197,7 @@ FAR = (
     a_hook_of_a_tensor,
     the_first_of_two_objects_of_one_name,
     the_second_of_two_objects_of_one_name,
+    what_a_context_gives,
     a_key_beside_a_number,
     numpys_random_state,
     another_function_of_a_package,

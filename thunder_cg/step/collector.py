@@ -4,14 +4,9 @@ Note [Objects]
     The bytecode tells which attributes the step's code reads of an object. Where an object is passed on, it does not.
     Then the attributes that a run has looked up are facts (see attributes.py), and all if the class cannot be watched;
     and so is what a class or a module of the user's defines. Of an object of a package that is constant, only numbers,
-    strings and flags are, or its items, if it is a mapping or a sequence; PyTorch's, such as schedulers, are like the
-    user's. Modules and optimizers that any of these lead to are looked at, optimizers whole. An optimizer may wrap
-    another one, as those of Lightning and Accelerate do.
-
-Note [Values that nobody reports]
-    An array of NumPy, a tensor of its memory and a generator of random numbers change without a trace in any
-    dictionary. So a replay compares what they hold. What an iterator or a queue holds cannot be told, and no replay
-    would advance it: such a step is not captured.
+    strings and flags are, or its items, if it is a mapping or a sequence; those of PyTorch, such as schedulers, and of
+    `contextlib` are like the user's. Modules and optimizers that any of these lead to are looked at, optimizers whole.
+    An optimizer may wrap another one, as those of Lightning and Accelerate do.
 """
 
 from __future__ import annotations
@@ -33,9 +28,9 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set, ValuesView
 from decimal import Decimal, getcontext
 from functools import lru_cache, partial, singledispatchmethod
-from itertools import starmap, takewhile
-from operator import attrgetter, is_
-from typing import Any, NamedTuple
+from itertools import takewhile
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,9 +41,6 @@ from torch.optim.swa_utils import AveragedModel
 from thunder_cg.compat.distributed import layout_of_dtensor, local_tensor, makes_dtensors, why_not_in_step
 from thunder_cg.compat.torch import (
     OPERATORS,
-    attribute_guard,
-    attribute_writes_are_reported,
-    dictionary_guard,
     dictionary_of,
     has_storage,
     hooks_of,
@@ -57,7 +49,7 @@ from thunder_cg.compat.torch import (
     version,
 )
 from thunder_cg.step.attributes import Names, hides_state, own_attributes, slots_of
-from thunder_cg.step.facts import ATOMS, Content, Facts, Same, fact_of, is_equal
+from thunder_cg.step.facts import ATOMS, Content, Facts, Same, fact_of
 from thunder_cg.step.places import Carried, Place, plain_copy
 from thunder_cg.step.reads import (
     CONSTANT_PACKAGES,
@@ -70,13 +62,13 @@ from thunder_cg.step.reads import (
     own,
 )
 from thunder_cg.step.snapshot import data_of_c
+from thunder_cg.step.watch import Watch
 
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _COLLECTIONS = (Mapping, Sequence, Set, ValuesView)
 _MAX_ITEMS = 10_000  # of a container that can be compared before each replay
 _MAX_ARRAY = 2**16  # bytes of an array that can
 _MAX_DEPTH = 8
-_UNREPORTED = object()  # stands for a dictionary to which somebody may write unseen
 _NAMESPACES = types.SimpleNamespace, argparse.Namespace
 _LOCKS = type(threading.Lock()), type(threading.RLock()), threading.Condition
 _OF_MODULES = ("training", "_parameters", "_buffers", "_modules")  # that each module has in its dictionary
@@ -93,26 +85,8 @@ _OPAQUE = types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types
 _DEFINE = Tensor, nn.Module, Optimizer, nn.functional
 _Cached = type(lru_cache(len))
 _FUNCTIONS = types.FunctionType, singledispatchmethod, _Cached, partial
-_bases_of = attrgetter("__mro__")
 _random: Any = random.random  # of the generator of the process
 _CONTEXT = attrgetter("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
-
-
-class _LookedUp(NamedTuple):
-    """An object and its class, and what it has as the attributes that count: `MISSING` if it has none.
-
-    It may be a dictionary with its items.
-    """
-
-    value: Any
-    kind: type
-    attributes: dict[str, Any]
-
-    def is_unchanged(self) -> bool:
-        """Whether the attributes are equal to what they were."""
-        now = self.value if type(self.value) is dict else own_attributes(self.value)
-        pairs = ((now.get(name, MISSING), then) for name, then in self.attributes.items())
-        return type(self.value) is self.kind and all(starmap(is_equal, pairs))
 
 
 class Collector:
@@ -126,13 +100,8 @@ class Collector:
         self.tensors: dict[int, Tensor] = {}
         self.roots: dict[int, tuple[str, Any]] = {}  # modules and optimizers, whose facts are many
         self.averages: list[AveragedModel] = []  # see averages.py
-        self.watched: list[Any] = []  # objects and dictionaries that may be written to
-        self.containers: list[tuple[Any, Any]] = []  # lists and sets, with a copy of each
+        self.watch = Watch()
         self.holders: list[Any] = []  # of values, which a step may change
-        self.versions: list[tuple[Tensor, int]] = []  # of tensors whose values a graph has baked in
-        self.values: list[tuple[Callable[[], Any], Any]] = []  # see Note [Values that nobody reports]
-        self.looked_up: list[_LookedUp] = []
-        self.bases: dict[type, tuple[type, ...]] = {}  # of classes
         self.kinds: dict[type, None] = {}  # of the user's objects
         self.compiled_kinds: dict[type, None] = {}  # those of them that what is compiled may read
         self.objects: list[Any] = []
@@ -188,7 +157,7 @@ class Collector:
         self.facts[label] = Same(value)
         copied: Any = dict if isinstance(value, Mapping) else list
         if len(value) <= _MAX_ITEMS:
-            self.values.append((partial(_items_of, value), _items_of(value)))
+            self.watch.value(partial(_items_of, value))
         self._add_container(label, value if len(value) > _MAX_ITEMS else copied(value), depth)
 
     def _add_function(self, label: str, value: Any, depth: int, *_: Any) -> None:
@@ -214,7 +183,7 @@ class Collector:
         refers_to = _referent_of(value)
         assert refers_to is not None
         referent = refers_to()
-        self.values.append((lambda: id(refers_to()), id(referent)))
+        self.watch.value(lambda: id(refers_to()))
         self.add(f"what {label} refers to", referent, depth + 1)
 
     def add_carried(self, label: str, value: Any, places: tuple[Place, ...]) -> bool:
@@ -232,7 +201,7 @@ class Collector:
         for cached in gc.get_referents(value):
             if type(cached) is not dict or cached is vars(value):
                 continue
-            self.watched.append(cached)
+            self.watch.names(cached)
             self.facts[f"what {label} has cached"] = Content([(fact_of(k), fact_of(v)) for k, v in cached.items()])
             results = [*cached.values()]
             if results and value.cache_parameters()["maxsize"] is not None:
@@ -249,14 +218,13 @@ class Collector:
             self.places[label] = [(place, place.get()) for place in places]
         self._add_own_attributes(label, tensor, depth)
         if local_tensor(tensor) is not tensor:
-            parts = partial(_parts_of, tensor)
-            self.facts[f"the part of {label} on this rank"] = Content(parts())
-            self.values.append((parts, parts()))
+            parts = self.watch.value(partial(_parts_of, tensor))
+            self.facts[f"the part of {label} on this rank"] = Content(parts)
         if tensor.device.type == self._device_type:
             self.tensors.setdefault(id(tensor), tensor)
         elif not tensor.is_inference():  # a graph has its values baked in
             self.facts[f"{label} (version)"] = version(tensor)
-            self.versions.append((tensor, version(tensor)))
+            self.watch.version(tensor)
         if tensor.device.type == "cpu" != self._device_type and has_storage(tensor):  # its memory may be an array's
             self._add_tensor_on_host(label, tensor, depth)
         self._note_hooks(label, tensor)
@@ -274,12 +242,12 @@ class Collector:
         if (attributes := names_of(value)) and id(value) not in self._objects:
             self._objects.add(id(value))
             self.holders.append(attributes)
-            self.watched.append(attributes if attribute_writes_are_reported() else _UNREPORTED)
+            self.watch.given_attributes(attributes)
             for name, attribute in attributes.items():
                 self.add(f"{label}.{name}", attribute, depth + 1)
 
     def _add_value(self, label: str, value: Any, *_: Any) -> None:
-        """See Note [Values that nobody reports]."""
+        """See Note [Values that nobody reports] in watch.py."""
         self.facts[label] = Same(value)
         if (nbytes := getattr(value, "nbytes", 0)) > _MAX_ARRAY:
             problem = f"is an array of {nbytes:,} bytes, and up to {_MAX_ARRAY:,} are compared before a replay"
@@ -292,10 +260,8 @@ class Collector:
         self._add_content(label, value, get)
 
     def _add_content(self, label: str, value: Any, get: Callable[[], Any]) -> None:
-        content = get()
         self.holders.append(value)
-        self.facts[f"what {label} holds"] = Content(content)
-        self.values.append((get, content))
+        self.facts[f"what {label} holds"] = Content(self.watch.value(get))
 
     def _add_object(self, label: str, value: Any, depth: int, *_: Any) -> None:
         """See Note [Objects]."""
@@ -329,7 +295,7 @@ class Collector:
         """Those of an object's attributes with these names, which are compared one by one before a replay."""
         found = {name: attributes.get(name, MISSING) for name in names}
         not_carried = {n: each for n, each in found.items() if not self._to_carry or not self._carries(value, n)}
-        self.looked_up.append(_LookedUp(value, type(value), not_carried))
+        self.watch.attributes(value, not_carried)
         return {name: attribute for name, attribute in found.items() if attribute is not MISSING}
 
     def _carries(self, value: Any, name: str) -> bool:
@@ -338,11 +304,11 @@ class Collector:
     def _watch(self, value: Any, names: dict[Any, Any]) -> None:
         """Has a replay notice what is written to an object or a dictionary, besides what is carried there."""
         if not any((id(names), name) in self._to_carry for name in names if self._to_carry):
-            self.watched.append(value)
+            self.watch.names(value)
             return
         others = {name: each for name, each in names.items() if (id(names), name) not in self._to_carry}
-        self.looked_up.append(_LookedUp(value, type(value), others))
-        self.values.append((partial(list, names), [*names]))
+        self.watch.attributes(value, others)
+        self.watch.value(partial(list, names))
 
     def add_class(self, label: str, value: Any, depth: int = 0) -> None:
         """What an object has of its class."""
@@ -353,7 +319,7 @@ class Collector:
         """A class or a module, and what it defines; of a class of a package its data, of a module plain values."""
         self.facts[label] = Same(value)
         if isinstance(value, type) and may_change(value):
-            self.bases[value] = value.__mro__
+            self.watch.bases(value)
             self.facts[f"the bases of {label}"] = Content([*map(Same, value.__mro__)])
         kinds = (value, type(value)) if isinstance(value, type) else ()
         defined: list[Any] = [each for kind in kinds for each in kind.__mro__] or [value]
@@ -362,7 +328,7 @@ class Collector:
         for each in new:
             self.holders.append(each)
             names = dictionary_of(each)
-            self.watched.append(names)
+            self.watch.names(names)
             where = label if each is value else f"{each.__name__} of {label}"
             counts = (lambda _: True) if is_users(each) else is_data if isinstance(each, type) else _is_atom
             for name, member in [*names.items()]:
@@ -378,16 +344,15 @@ class Collector:
             self.objections.append(f"{problem}; read what the step needs of it before the step")
             return
         self.holders.append(value)
-        if isinstance(value, (list, deque, set)):
-            self.containers.append((value, plain_copy(value)))
+        self.watch.container(value)
         self._add_own_attributes(label, value, depth)
         if isinstance(value, dict):
             self._watch(value, value)
             if isinstance(value, defaultdict):
-                self.values.append((partial(getattr, value, "default_factory"), value.default_factory))
+                self.watch.value(partial(getattr, value, "default_factory"))
                 self.add(f"{label}.default_factory", value.default_factory, depth + 1)
             if isinstance(value, OrderedDict):  # which nobody reports if only the order changes
-                self.values.append((partial(_order_of, value), _order_of(value)))
+                self.watch.value(partial(_order_of, value))
             items = plain_copy(value)
             self.facts[f"the order of {label}"] = Content(
                 [key if isinstance(key, ATOMS) else Same(key) for key in items]
@@ -405,7 +370,7 @@ class Collector:
         """All facts of a module or an optimizer."""
         if isinstance(root, Optimizer):
             self.holders.append(root)
-            self.watched.append(root)
+            self.watch.names(root)
             self._note_hooks(label, root)
             self._add_attributes(label, vars(root), vars(root), ())
             return
@@ -424,7 +389,7 @@ class Collector:
             else:
                 self._watch(module, attributes)
             self._watch(buffers, buffers)
-            self.watched += [parameters, modules]
+            self.watch.names(parameters, modules)
             self.holders += [attributes, parameters, buffers, modules]
             if (problem := why_not_in_step(module)) is not None:
                 self.objections.append(f"{where}: {'; '.join(problem)}")
@@ -441,7 +406,7 @@ class Collector:
         """What PyTorch's classes define, and its functions that modules call. Somebody may replace one."""
         for each in _DEFINE:
             names = dictionary_of(each)
-            self.watched.append(names)
+            self.watch.names(names)
             found = [(name, Same(value)) for name, value in names.items() if name != "__warningregistry__"]
             self.facts[f"what {each.__name__} defines"] = Content(found)
 
@@ -453,7 +418,7 @@ class Collector:
         self.facts[f"{kind.__name__}.forward (the {len(self._forwards)}. class)"] = Same(getattr(kind, "forward", None))
         for each in kind.__mro__:
             names = dictionary_of(each)
-            self.watched.append(names)
+            self.watch.names(names)
             if "forward" in names:
                 break
 
@@ -466,7 +431,7 @@ class Collector:
     def _add_averages(self, label: str, averages: AveragedModel) -> None:
         counter = averages.n_averaged
         is_positive = self.facts[f"{label}.n_averaged > 0"] = bool(counter > 0)
-        self.versions.append((counter, version(counter)))
+        self.watch.version(counter)
         if is_positive:
             self.averages.append(averages)
 
@@ -512,31 +477,6 @@ _KINDS: Sequence[tuple[Callable[[Any], bool], Any]] = (
     (lambda _: True, Collector._add_other),
 )
 _DEEPER = {Collector._add_container, Collector._add_collection, Collector._add_object}
-
-
-class Watch:
-    """The facts that a collector has found, and whether anything was written to that they were collected from."""
-
-    def __init__(self, collector: Collector) -> None:
-        self.facts = collector.facts
-        self._unchanged = dictionary_guard([*{id(each): each for each in collector.watched}.values()])
-        self._lists = [(now, then) for now, then in collector.containers if not isinstance(now, set)]
-        sets = [(now, then) for now, then in collector.containers if isinstance(now, set)]
-        self._sets, self._sets_then = [now for now, _ in sets], [then for _, then in sets]
-        self._versions, self._values, self._looked_up = collector.versions, collector.values, collector.looked_up
-        self._kinds, self._bases = [*collector.bases], [*collector.bases.values()]
-        self._has_same = attribute_guard([(each.value, each.attributes) for each in self._looked_up], MISSING)
-
-    def is_untouched(self) -> bool:
-        return (
-            self._unchanged()
-            and (self._has_same() or all(each.is_unchanged() for each in self._looked_up))
-            and all(map(_is_unchanged, self._lists))
-            and self._sets == self._sets_then
-            and all(map(is_, map(_bases_of, self._kinds), self._bases))
-            and all(version(tensor) == then for tensor, then in self._versions)
-            and all(get() == then for get, then in self._values)
-        )
 
 
 def is_simple(value: Any, device_type: str) -> bool:
@@ -657,8 +597,10 @@ def _is_bound(value: Any) -> bool:
     return is_method and not isinstance(value.__self__, (types.ModuleType, type, type(None)))
 
 
-def _is_torch_object(value: Any) -> bool:  # such as a GradScaler
-    return type(value).__module__.startswith("torch.") and own(value, "__dict__") is not MISSING
+def _is_of_library(value: Any) -> bool:
+    """Whether it is an object of PyTorch's or a context of Python's library: a GradScaler, a `nullcontext`."""
+    package = type(value).__module__.partition(".")[0]
+    return package in ("torch", "contextlib") and own(value, "__dict__") is not MISSING
 
 
 def _is_users(value: Any) -> bool:
@@ -668,7 +610,7 @@ def _is_users(value: Any) -> bool:
 
 def _may_change(value: Any) -> bool:
     """Whether the attributes of a value are looked at."""
-    return isinstance(value, _NAMESPACES) or may_change(type(value)) or _is_torch_object(value)
+    return isinstance(value, _NAMESPACES) or may_change(type(value)) or _is_of_library(value)
 
 
 def _items_of(value: Any) -> list[Any]:
@@ -683,8 +625,3 @@ def _order_of(items: OrderedDict[Any, Any]) -> list[int]:
 def _parts_of(tensor: Tensor) -> list[Any]:
     """What a DTensor is made of."""
     return [Same(local_tensor(tensor)), Same(layout_of_dtensor(tensor))]
-
-
-def _is_unchanged(container: tuple[Any, Any]) -> bool:
-    now, then = container
-    return len(now) == len(then) and all(map(is_, now, then))

@@ -378,17 +378,16 @@ class GraphedStep:
             _forget_oldest(self._ready)
         else:
             fix = fix_of_moved(moved) if moved else fix_of_change(str(change), state.facts, self._roots, in_step=True)
-            seen_state = self._state() if is_new else state
-            # A hook is the cause, maybe. What changes once, as the first step's state does, is not what is in the way.
-            if objection := seen_state.hooked or (None if fix else seen_state.objection):
-                self.in_python[reason] -= 1
-                self.in_python[objection] += 1
-                self._refuse(layout, state.facts, objection)
-                return result
+            found = self._state() if is_new else state
             change = moved or str(change)
             change += state.line_of(change) if fix else ""
-            self.in_python[reason] -= 1
-            self.in_python[f"{change}, in the step{fix}"] += 1
+            # A hook is the cause, maybe. What changes once, as the first step's state does, is not what is in the way.
+            objection = found.hooked or (None if fix else found.objection)
+            self.in_python -= Counter([reason])
+            self.in_python[objection or f"{change}, in the step{fix}"] += 1
+            if objection is not None:
+                self._refuse(layout, state.facts, objection)
+                return result
         is_new_shape = reason.startswith(_SHAPE)
         if change is not None or not (is_new_shape or reason == _FIRST):
             self._count_unstable(change or reason, fix)

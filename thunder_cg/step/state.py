@@ -38,7 +38,7 @@ from thunder_cg.compat.torch import (
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.tensors import has_history, layout
 from thunder_cg.step.attributes import Attributes, Names
-from thunder_cg.step.collector import CONTAINERS, Collector, Watch, is_simple
+from thunder_cg.step.collector import CONTAINERS, Collector, is_simple
 from thunder_cg.step.facts import Facts, Same, is_equal
 from thunder_cg.step.gradients import place_of
 from thunder_cg.step.outside import shared_generator
@@ -105,7 +105,7 @@ class StepState:
         roots_found = {**others.roots, **simple.roots, **{id(root): (name, root) for name, root in roots.items()}}
         self._roots = [*roots_found.values()]
         heavy = self._collect_roots()
-        self._behind_names, self._of_roots = Watch(others), Watch(heavy)
+        self._behind_names, self._of_roots = others.watch.begin(others.facts), heavy.watch.begin(heavy.facts)
         self._hooks_registered = registered_hooks()
         self.facts = Facts.of(simple.facts, others.facts, heavy.facts, self._facts_of_lists())
         self.hooked = self._said(*simple.hooked, *others.hooked, *heavy.hooked)
@@ -251,12 +251,12 @@ class StepState:
             if others.facts != self._behind_names.facts:
                 return False
             self._others = [(read, read.get()) for read, _ in self._others]
-            self._behind_names = Watch(others)
+            self._behind_names = others.watch.begin(others.facts)
         if is_new_hook or not self._of_roots.is_untouched():
             heavy = self._collect_roots()
             if heavy.facts != self._of_roots.facts:
                 return False
-            self._of_roots = Watch(heavy)
+            self._of_roots = heavy.watch.begin(heavy.facts)
         self._hooks_registered = registered_hooks()
         return True
 

@@ -1,0 +1,117 @@
+"""Notices whether anything was written to that facts were collected from.
+
+So facts are collected again only then: see Note [Cheap checks of a state] in state.py.
+
+Note [Values that nobody reports]
+    An array of NumPy, a tensor of its memory and a generator of random numbers change without a trace in any
+    dictionary. So a replay compares what they hold. What an iterator or a queue holds cannot be told, and no replay
+    would advance it: such a step is not captured.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from itertools import starmap
+from operator import attrgetter, is_
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from thunder_cg.compat.torch import attribute_guard, attribute_writes_are_reported, dictionary_guard, version
+from thunder_cg.step.attributes import own_attributes
+from thunder_cg.step.facts import Facts, is_equal
+from thunder_cg.step.places import plain_copy
+from thunder_cg.step.reads import MISSING
+
+_UNREPORTED = object()  # stands for a dictionary to which somebody may write unseen
+_bases_of = attrgetter("__mro__")
+
+
+class _LookedUp(NamedTuple):
+    """An object and its class, and what it has as the attributes that count: `MISSING` if it has none.
+
+    It may be a dictionary with its items.
+    """
+
+    value: Any
+    kind: type
+    attributes: Mapping[str, Any]
+
+    def is_unchanged(self) -> bool:
+        """Whether the attributes are equal to what they were."""
+        now = self.value if type(self.value) is dict else own_attributes(self.value)
+        pairs = ((now.get(name, MISSING), then) for name, then in self.attributes.items())
+        return type(self.value) is self.kind and all(starmap(is_equal, pairs))
+
+
+class Watch:
+    """Is told what facts are collected from, and says afterwards whether anything of it was written to."""
+
+    facts: Facts
+
+    def __init__(self) -> None:
+        self._names: dict[int, Any] = {}  # objects and dictionaries, by identity
+        self._lists: list[tuple[Any, Any]] = []  # and deques, with a copy of each
+        self._sets: list[set[Any]] = []
+        self._versions: list[tuple[Tensor, int]] = []  # of tensors whose values a graph has baked in
+        self._values: list[tuple[Callable[[], Any], Any]] = []  # see Note [Values that nobody reports]
+        self._looked_up: list[_LookedUp] = []
+        self._bases: dict[type, tuple[type, ...]] = {}
+
+    def names(self, *owners: Any) -> None:
+        """Objects and dictionaries: which names they have, and for what."""
+        self._names.update(zip(map(id, owners), owners))
+
+    def given_attributes(self, attributes: dict[str, Any]) -> None:
+        """The dictionary of an object that is no container, module or optimizer."""
+        self.names(attributes if attribute_writes_are_reported() else _UNREPORTED)
+
+    def attributes(self, value: Any, attributes: Mapping[str, Any]) -> None:
+        """Only these of an object's attributes, or of a dictionary's items."""
+        self._looked_up.append(_LookedUp(value, type(value), attributes))
+
+    def container(self, value: Any) -> None:
+        """What is in a list, a deque or a set."""
+        if isinstance(value, set):
+            self._sets.append(value)
+        elif isinstance(value, (list, deque)):
+            self._lists.append((value, plain_copy(value)))
+
+    def version(self, tensor: Tensor) -> None:
+        """How often somebody has written to a tensor."""
+        self._versions.append((tensor, version(tensor)))
+
+    def value(self, get: Callable[[], Any]) -> Any:
+        """What a function returns, which is returned."""
+        value = get()
+        self._values.append((get, value))
+        return value
+
+    def bases(self, kind: type) -> None:
+        """Which classes a class has as its bases."""
+        self._bases[kind] = kind.__mro__
+
+    def begin(self, facts: Facts) -> Watch:
+        """From now on. Returns itself, with the facts."""
+        self.facts = facts
+        self._are_names_as_before = dictionary_guard([*self._names.values()])
+        self._have_same = attribute_guard([(each.value, each.attributes) for each in self._looked_up], MISSING)
+        self._sets_then = [*map(plain_copy, self._sets)]
+        return self
+
+    def is_untouched(self) -> bool:
+        return (
+            self._are_names_as_before()
+            and (self._have_same() or all(each.is_unchanged() for each in self._looked_up))
+            and all(map(_is_unchanged, self._lists))
+            and self._sets == self._sets_then
+            and all(map(is_, map(_bases_of, self._bases), self._bases.values()))
+            and all(version(tensor) == then for tensor, then in self._versions)
+            and all(get() == then for get, then in self._values)
+        )
+
+
+def _is_unchanged(container: tuple[Any, Any]) -> bool:
+    now, then = container
+    return len(now) == len(then) and all(map(is_, now, then))
