@@ -107,7 +107,7 @@ class Collector:
         self.objects: list[Any] = []
         self.in_compiled = False
         self.objections: list[str] = []  # why no graph would be right
-        self.hooked: list[str] = []  # the same of hooks, which may be why something changes in each step
+        self.hooked: list[str] = []  # of hooks and of PyTorch's wrappers, whose Python may be why something changes
         self._hooks = 0
         self._forwards: set[type] = set()
         self._objects: set[int] = set()  # that have been looked at, since they may refer to each other
@@ -392,7 +392,7 @@ class Collector:
             self.watch.names(parameters, modules)
             self.holders += [attributes, parameters, buffers, modules]
             if (problem := why_not_in_step(module)) is not None:
-                self.objections.append(f"{where}: {'; '.join(problem)}")
+                self.hooked.append(f"{where}: {'; '.join(problem)}")
             self._note_hooks(where, module)
             for names in (parameters, buffers):
                 for name, tensor in names.items():
