@@ -146,3 +146,20 @@ def fast_path_calls(jfn: Any) -> int:
 def no_fast_path(jfn: Any) -> list[str | None]:
     """Of each forward: why no call can go around Thunder's dispatch."""
     return [program.no_fast_path for program in programs(jfn) if program.kind == "forward"]
+
+
+def without_inductor(monkeypatch, *, joined=True):
+    """Operators run in the place of what Inductor would compile, which takes long and, on a CPU, a C++ compiler.
+
+    Args:
+        joined: whether pieces of Inductor's become operators of the trace around them.
+    """
+
+    def one_way(graph, inputs, **options):
+        kept = copy.deepcopy(graph)  # later passes of Inductor's change it
+        return lambda tensors: kept(*tensors)
+
+    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs: graph)
+    monkeypatch.setattr("thunder_cg.compat.inductor.compile_fx_inner", one_way)
+    if not joined:
+        monkeypatch.setattr("thunder_cg.dynamo.compiler.join_pieces", lambda parts, of_thunder: parts)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import thunder
 import torch
+from support import without_inductor
 from thunder.core.proxies import TensorProxy
 from thunder.extend import OperatorExecutor
 
@@ -268,7 +269,7 @@ def test_advice_for_a_graph_break_of_dynamo_gives_one_region_and_the_same_gradie
 @pytest.mark.nightly_after(3)
 def test_advice_for_what_inductor_gets(monkeypatch, fn, operators, advice, better):
     """The operators are the user's, without those that Dynamo makes of a transform; so are names of inputs."""
-    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs: graph)  # the real one takes long
+    without_inductor(monkeypatch, joined=False)
     x = torch.tensor([[0.1, 0.2], [0.3, 0.4]])
     torch._dynamo.reset()
     broken, mended = (thunderfx(around(each), backend="tape") for each in (fn, better))
@@ -287,7 +288,7 @@ def test_advice_for_an_assert(monkeypatch):
         torch._assert_async(torch.isfinite(y).all(), "not finite")  # as Dynamo has an assert; pytest has another
         return y.cos()
 
-    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs: graph)
+    without_inductor(monkeypatch, joined=False)
     torch._dynamo.reset()
     compiled = thunderfx(checks, backend="tape")
     compiled(torch.ones(2))
@@ -298,7 +299,7 @@ def test_advice_for_an_assert(monkeypatch):
 
 @pytest.mark.parametrize("in_place", [True, False])
 def test_advice_for_an_argument_that_is_written(monkeypatch, in_place):
-    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs: graph)
+    without_inductor(monkeypatch, joined=False)
     torch._dynamo.reset()
     compiled = thunderfx(lambda x: torch.cos(torch.sin(x.mul_(2) if in_place else x * 2)), backend="tape")
     compiled(torch.tensor([0.1, 0.2], requires_grad=True) * 1)
@@ -539,7 +540,7 @@ _TABLE = torch.nn.Embedding(10, 4)
     ids=["index_put", "complex", "max_norm"],
 )
 def test_advice_for_what_has_other_gradients(monkeypatch, fn, advice, better):
-    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs: graph)  # the real one takes long
+    without_inductor(monkeypatch, joined=False)
     with torch.no_grad():
         _TABLE.weight.copy_(_TABLE.weight.renorm(2, 0, 1.0))
     x = torch.rand(3, 4, requires_grad=True)
@@ -563,7 +564,7 @@ def test_data_of_a_tensor_is_detached(monkeypatch):
         y.data.mul_(2)
         return y.sin()
 
-    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs: graph)
+    without_inductor(monkeypatch, joined=False)
     for function in (scales, writes, lambda x: (x.sin() * 2, (x * 2).data)):
         torch._dynamo.reset()
         compiled, x = thunderfx(function, backend="tape"), torch.rand(3, requires_grad=True)

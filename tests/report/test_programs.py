@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import thunder
 import torch
-from support import programs
+from support import programs, without_inductor
 
 from thunder_cg import cudagraph_transform, explain, thunderfx
 from thunder_cg.errors import NotCompiledError
@@ -132,7 +132,7 @@ def test_calls_of_dynamos_graphs_without_regions_are_counted() -> None:
 
 
 def test_what_thunder_leaves_to_inductor_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs: graph)  # the real one needs a C++ compiler
+    without_inductor(monkeypatch, joined=False)
     compiled = _thunderfx(half_supported, transforms=[cudagraph_transform(backend="tape")])
     compiled(torch.randn(4))
     report = explain(compiled)
@@ -148,7 +148,7 @@ def test_what_thunder_leaves_to_inductor_is_not_silent(monkeypatch: pytest.Monke
 
 
 def test_what_inductor_gets_is_an_error_with_strict_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs: graph)
+    without_inductor(monkeypatch, joined=False)
     monkeypatch.setattr("thunder_cg.dynamo.compiler.objections", lambda *_: _object_to_sinc)
     line = f"{Path(__file__).name}:{half_supported.__code__.co_firstlineno + 1}"
     with pytest.raises(
