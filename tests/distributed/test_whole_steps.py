@@ -705,7 +705,7 @@ REASONS = {
     "DistributedDataParallel": r"DistributedDataParallel counts gradients in C\+\+.*; take thunder.distributed.ddp",
     "kept eager": r'was compiled with capture_collectives="never"; compile it without that option',
     "FullyShardedDataParallel": r"PyTorch's FSDP gives parameters other memory in .*; take thunder.distributed.fsdp",
-    "fully_shard": r"PyTorch's FSDP gives .*; take thunder.distributed.fsdp instead of it \(see test_whole_steps.py:",
+    "fully_shard": r"PyTorch's FSDP gives .* \(see test_whole_steps.py:\d+\); take thunder.distributed.fsdp instead",
     "functional, not waited for": r"a collective is not waited for in the step, at .*; call wait\(\)",
     "point to point": r"it communicates from point to point \((send|recv)\), at .*; do that outside of the step",
     "objects": r"it communicates objects of Python \(broadcast_object_list\), at .*; do that outside of the step",

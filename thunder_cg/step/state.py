@@ -68,7 +68,7 @@ class StepState:
         parameters: those of them that get gradients, or have one, as frozen ones may that the step unfreezes.
         averages: moving averages of models that have been updated once.
         objection: why no graph would be right, in words; None if one may be.
-        hooked: the same, if it is a hook or a wrapper of PyTorch's, whose Python runs in a step, and may change something.
+        hooked: the same, if it is a hook or a wrapper of PyTorch's, whose Python may be why something changes.
     """
 
     def __init__(
