@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import thunder
@@ -146,3 +147,15 @@ def fast_path_calls(jfn: Any) -> int:
 def no_fast_path(jfn: Any) -> list[str | None]:
     """Of each forward: why no call can go around Thunder's dispatch."""
     return [program.no_fast_path for program in programs(jfn) if program.kind == "forward"]
+
+
+def run_what_inductor_gets(monkeypatch: Any) -> None:
+    """Runs the graphs that thunderfx gives Inductor as they are: it would need a C++ compiler, and takes long."""
+    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs: graph)
+    # Later passes would change the graph, so it is copied, as Inductor's code is what it was.
+    one_way = lambda graph, inputs, **options: partial(_run_boxed, copy.deepcopy(graph))  # noqa: E731
+    monkeypatch.setattr("thunder_cg.compat.inductor.compile_fx_inner", one_way)
+
+
+def _run_boxed(graph: Any, tensors: list[torch.Tensor]) -> Any:
+    return graph(*tensors)

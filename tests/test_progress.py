@@ -20,6 +20,7 @@ import thunder_cg
 from thunder_cg import cudagraph_transform, progress
 from thunder_cg.dynamo import compiler
 from thunder_cg.progress import Progress, Stage
+from thunder_cg.tools.arguments import interruptible
 
 
 class Terminal(io.StringIO):
@@ -90,6 +91,16 @@ def test_bar_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     _, bar, _, blank, end = terminal.getvalue().split("\r")
     assert len(bar) == len(blank) == 59 and "1/4" in bar
     assert not blank.strip() and not end
+
+
+def test_an_interrupted_command_removes_its_bar(terminal: Terminal) -> None:
+    def interrupted(argv: object) -> int:
+        Progress(4).tick("a")
+        raise KeyboardInterrupt
+
+    assert interruptible(interrupted, []) == 130
+    bar, rest = terminal.lines()
+    assert "1/4" in bar and not rest
 
 
 # -------------------------------------------------------------------------------------------------------------- stages

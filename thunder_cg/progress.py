@@ -118,6 +118,12 @@ class _StatusLine:
 _line = _StatusLine()
 
 
+def clear_bar() -> None:
+    """Removes the bar that a terminal shows, if one does, so that something else can be printed."""
+    if _line.bar is not None:
+        _line.bar.clear()
+
+
 class Progress:
     """Shows how much of a known number of ticks is done, and what is under way.
 

@@ -131,9 +131,11 @@ def test_what_thunder_cannot_differentiate_of_floats_without_a_gradient(backend,
         lambda y: y.flip(0, -1) + torch.flip(y, (0,)),
         lambda y: torch.minimum(y, y * 2) + torch.lerp(y, y * 3, 0.25) + y % 0.7,
         lambda y: torch.hstack([y, y * 2]) + torch.vstack((y, y)).view(4, -1) + torch.dstack([y, y]).flatten(1),
+        lambda y: torch.column_stack((y, y[:, 0], y * 2))[:, :8],
+        lambda y: _reduced(y),
         lambda y: _summed_cell(y),
     ],
-    ids=["round", "flip", "pointwise", "stacks", "lstm_cell"],
+    ids=["round", "flip", "pointwise", "stacks", "column_stack", "segment_reduce", "lstm_cell"],
 )
 def test_what_thunder_cannot_differentiate(backend, device, fn):
     model = Around(fn).to(device)
@@ -141,9 +143,33 @@ def test_what_thunder_cannot_differentiate(backend, device, fn):
     assert one_region_each_way(graphed)
 
 
+def _reduced(y):
+    lengths = torch.full((2,), 2, device=y.device)
+    sums = torch.segment_reduce(y, "sum", lengths=lengths, unsafe=True)
+    return sums.repeat(2, 1) + torch.segment_reduce(y, "max", lengths=lengths, axis=0, unsafe=True).repeat(2, 1)
+
+
 def _summed_cell(y):
     weight = y.repeat(8, 1) * 0.1
     return sum(torch.lstm_cell(y, (y * 2, y.sin()), weight, weight, weight[:, 0], weight[:, 0]))
+
+
+def test_lengths_of_segments_that_are_checked(backend, device):
+    lengths = torch.full((2,), 2, device=device)
+    graphed = thunderfx(lambda x: torch.segment_reduce(x * 2, "sum", lengths=lengths).exp(), backend=backend)
+    for _ in range(3):
+        x = torch.randn(4, 3, device=device)
+        same(graphed(x), torch.segment_reduce(x * 2, "sum", lengths=lengths).exp())
+    (eager,) = (op for op in explain(graphed).traces[0].ops if op.name.endswith("segment_reduce"))
+    assert eager.verdict == "eager" and "unsafe=True" in eager.fix and not explain(graphed).outside
+
+
+def test_products_of_integers(backend, device):
+    graphed = thunderfx(lambda x, w: torch._int_mm(x, w) * 2 + 1, backend=backend, dynamic=True)
+    for rows in (32, 48, 32, 48, 32, 48):
+        x, w = (torch.randint(-5, 5, shape, dtype=torch.int8, device=device) for shape in ((rows, 16), (16, 24)))
+        same(graphed(x, w), torch._int_mm(x, w) * 2 + 1)
+    assert not explain(graphed).outside and sum(region["replays"] for region in regions(graphed)) > 1
 
 
 def test_a_scale_that_depends_on_sizes(backend, device):

@@ -82,6 +82,7 @@ def test_layers_that_repeat_are_tried_once(backend, device, monkeypatch):
     assert trials(5) == trials(2) > 0
 
 
+@pytest.mark.usefixtures("cut")
 def test_an_operator_is_tried_with_each_kind_of_arguments(pair, device):
     """Thunder traces only the first two."""
 
@@ -97,6 +98,7 @@ def test_an_operator_is_tried_with_each_kind_of_arguments(pair, device):
     assert left.startswith("clone at ") and "preserve_format" in left
 
 
+@pytest.mark.usefixtures("cut")
 def test_an_operator_is_tried_with_a_gradient_after_one_without(pair, device):
     """Thunder has no derivative of it."""
 
@@ -195,13 +197,16 @@ def test_a_torch_compile_around_it(pair, device):
     assert [region["replays"] for region in regions(graphed)] == [3]
 
 
-@pytest.mark.parametrize("how", ["vmap", "grad"])
+@pytest.mark.parametrize("how", ["vmap", "grad", "jacrev"])
+@pytest.mark.usefixtures("cut")
 def test_transforms_of_torch_func(backend, device, how):
     """Masks of Transformers 4 are made with vmap, where Thunder's own thunderfx raises. Inductor gets them."""
 
     def fn(x):
         if how == "vmap":
             inside = torch.vmap(lambda row, scale: torch.sin(row) * scale + row.sum(), in_dims=(0, None))(x, x[0] * 2)
+        elif how == "jacrev":  # whose second transform takes tensors of the first
+            inside = torch.func.jacrev(lambda y: torch.sin(y) * y.sum())(x[0] * 2).sum(0)
         else:
             inside = torch.func.grad(lambda y: (torch.sin(y) * y).sum())(x * 2)
         return torch.tanh(inside) + x
@@ -212,6 +217,7 @@ def test_transforms_of_torch_func(backend, device, how):
             x = torch.randn(3, 4, device=device)
             torch.testing.assert_close(graphed(x), fn(x))
     assert "is inside of torch.vmap or another transform of torch.func" in str(explain(graphed))
+    assert all(part.cost.endswith("and 1 of Inductor's") for part in explain(graphed).outside)
     assert replays(graphed) > 0
 
 
@@ -368,7 +374,7 @@ def test_options_reach_whom_they_are_for(backend, device):
 @pytest.mark.parametrize(
     ("fn", "reason"),
     [
-        (lambda x: torch.column_stack([x, x * 2]), "a list of tensors, whose gradients"),
+        (lambda x: torch.row_stack([x, x * 2]), "a list of tensors, whose gradients"),
         (lambda x: torch.nn.functional.dropout1d(x[None])[0], "would draw again in its backward"),
         (lambda x: torch.norm(x, "nuc"), "gets other gradients"),
         (lambda x: x / torch.dot(x[0], x[1]), "gradient Thunder does not sum"),  # as spectral_norm divides a weight
@@ -378,6 +384,7 @@ def test_options_reach_whom_they_are_for(backend, device):
     ],
     ids=["list", "draws", "norm", "0-dim", "0-dim, detached", "detached, 0-dim", "mean"],
 )
+@pytest.mark.usefixtures("cut")
 def test_what_thunder_traces_wrongly_is_left_to_inductor(fn, reason):
     graphed = thunderfx(lambda x: fn(torch.sin(x)), backend="tape")
     for _ in range(3):
@@ -413,6 +420,7 @@ def test_the_line_of_what_is_left_to_inductor_inside_of_a_checkpoint():
     assert f"at test_thunderfx.py:{drops.__code__.co_firstlineno + 1}" in found and "it may draw" in found
 
 
+@pytest.mark.usefixtures("cut")
 def test_no_grad_that_begins_and_ends_in_different_parts():
     def fn(x):
         y = torch.sin(x)
@@ -442,6 +450,7 @@ def _cell(bias, x, w):
 
 @pytest.mark.parametrize("operator", [torch.addmm, _cell], ids=["addmm", "lstm_cell"])
 @pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.usefixtures("cut")
 def test_autocast(inside, operator):
     def fn(b, x, w):
         with torch.autocast("cpu", torch.bfloat16, enabled=inside):
@@ -560,6 +569,7 @@ def test_the_report_says_that_dynamo_compiles_a_function_no_more(backend, device
     assert report.traces and not report.limits and report.python_calls == 1
 
 
+@pytest.mark.usefixtures("cut")
 def test_a_whole_step_with_what_inductor_got(backend, device):
     """On the tape, which sees no kernels of Inductor's, its operators are recorded one by one."""
 

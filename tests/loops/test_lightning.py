@@ -286,10 +286,12 @@ def test_bfloat16(net, data, backend, device, tmp_path):
     assert graphed.update.replays >= 12, graphed.update.in_python
 
 
-def test_the_recipes_of_the_readme(capsys):
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    methods, recipe = re.findall(
-        r"^```py\n((?:def configure_|import lightning).*?)^```$", readme, re.MULTILINE | re.DOTALL
+def test_the_recipes_of_the_documents(capsys):
+    root = Path(__file__).parents[2]
+    texts = [(root / name).read_text(encoding="utf-8") for name in ("README.md", "thunder_cg/STEPS.md")]
+    blocks = re.findall(r"^```py\n(.*?)^```$", "".join(texts), re.MULTILINE | re.DOTALL)
+    recipe, methods = (
+        each for start in ("import lightning", "def configure_") for each in blocks if each.startswith(start)
     )
     names = {"__name__": "recipe", "graphed_step": graphed_step}
     exec(recipe, names)

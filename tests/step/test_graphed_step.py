@@ -640,7 +640,7 @@ def test_python_that_changes_something_is_named(step_twins):
         return usual_step(model, after=count)
 
     def draws(model):
-        return usual_step(model, after=random.random)
+        return usual_step(model, after=lambda: random.random())
 
     def steps_scheduler(model):
         step = usual_step(model)
@@ -656,7 +656,7 @@ def test_python_that_changes_something_is_named(step_twins):
     for make, said in (
         (appends, "something else than tensors without a history to history (test_graphed_step.py:"),
         (counts, "trainer.steps changed from 1 to 2"),
-        (draws, "the state of Python's random numbers changed"),
+        (draws, "the state of Python's random numbers changed (see test_graphed_step.py:"),
         (steps_scheduler, "scheduler.last_epoch changed"),
     ):
         step = step_twins.train(make, 6)
@@ -683,6 +683,7 @@ def test_a_value_read_on_the_host_where_somebody_catches_errors(step_twins):
 
     step = step_twins.train(make, 6)
     assert step.captures == 0 and "is_good = loss.item() < 100" in why(step), why(step)
+    assert step_twins.device == "cuda" or "reading a tensor's value (" in why(step)
 
 
 def test_what_breaks_a_capture_is_named_if_the_step_catches_it(step_twins, monkeypatch):

@@ -1413,7 +1413,8 @@ def test_what_is_not_compared(name):
     (lambda: UNCOMPARED[name]())()
     calls.end()
     assert calls.objection is not None
-    assert calls.objection.startswith(f"what {name}() gives is not compared before a replay, at test_step_reads.py:")
+    said = "the step opens a file" if name == "open" else f"what {name}() gives is not compared before a replay"
+    assert calls.objection.startswith(f"{said}, at test_step_reads.py:")
 
 
 STEADY = (
@@ -1678,4 +1679,5 @@ def test_a_file_that_a_package_reads(load, tmp_path):
     calls.watch()
     (lambda: load(path))()
     calls.end()
-    assert calls.objection is not None and "is not compared before a replay, at test_step_reads.py" in calls.objection
+    said = r"(is not compared before a replay|the step opens a file), at test_step_reads.py"
+    assert calls.objection is not None and re.search(said, calls.objection)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
+from inspect import getclosurevars
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from thunder.core.compile_data import get_compile_data
 from thunder.dynamo import splitter, utils
 from thunder.dynamo.utils import SplitReason, SplitReasonType
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import NumpyTensorSource
 from torch._dynamo.utils import numpy_method_wrapper, numpy_operator_wrapper, numpy_to_tensor_wrapper
@@ -27,7 +29,7 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from thunder_cg.compat.thunder import no_autocast
-from thunder_cg.compat.torch import tree_flatten, tree_leaves
+from thunder_cg.compat.torch import tensors_in, tree_flatten, tree_leaves
 
 __all__ = [
     "GET_DATA",
@@ -38,6 +40,7 @@ __all__ = [
     "compute_without_gradient",
     "depends_on_autocast",
     "example",
+    "fake_arguments",
     "fallback_of",
     "fixed_float",
     "for_splitter",
@@ -53,6 +56,7 @@ __all__ = [
     "keeping_fallbacks",
     "known_constant",
     "loses_wait",
+    "modes_of",
     "numpy_name",
     "on_examples",
     "operator_name",
@@ -270,6 +274,7 @@ def fallback_of(node: Node) -> Callable[..., Any] | None:
 def keeping_fallbacks(
     objection: Callable[[Node], str | None],
     rewrite: Callable[[GraphModule], None],
+    join: Callable[[dict[Node, int], frozenset[int]], dict[Node, int]],
     around_inductor: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> Iterator[None]:
     """Inside, Thunder's splitter keeps operators that Thunder calls as they are, if it can trace them.
@@ -280,6 +285,8 @@ def keeping_fallbacks(
     Args:
         objection: says of any node of the graph why Inductor gets it nevertheless.
         rewrite: gets each graph that was split, before its parts are compiled.
+        join: gets the number of the part of each call in a graph, and the numbers of Thunder's parts, before it is
+            split. It may rewrite the graph, and returns the numbers by which it is split.
         around_inductor: gets what has Inductor compile a piece, and returns what to call in its place.
     """
     is_supported = utils.is_node_supported_by_thunder
@@ -287,8 +294,10 @@ def keeping_fallbacks(
     split = splitter.split_module
     untracked = cache(without_gradient)
 
-    def split_balanced(*args: Any, **kwargs: Any) -> GraphModule:
-        whole = split(*args, **kwargs)
+    def split_balanced(module: GraphModule, split_callback: Callable[[Node], int], **kwargs: Any) -> GraphModule:
+        parts = join(*_parts(module.graph, split_callback))
+        module.recompile()
+        whole = split(module, split_callback=parts.__getitem__, **kwargs)
         for part in whole.children():
             _restore_grad_mode(part)
         rewrite(whole)
@@ -323,6 +332,13 @@ def keeping_fallbacks(
         yield
 
 
+def _parts(graph: Graph, number_of: Callable[[Node], int]) -> tuple[dict[Node, int], frozenset[int]]:
+    """The number that the splitter gives the part of each call, and the numbers of Thunder's parts."""
+    parts = {node: number_of(node) for node in graph.nodes if node.op.startswith("call")}
+    return parts, frozenset(getclosurevars(number_of).nonlocals["supported_partitions"])
+
+
+_MODES = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast, torch._C._set_grad_enabled)
 Autocast = tuple[str, torch.dtype, bool]  # the type of device, the dtype, whether it casts
 
 
@@ -341,6 +357,29 @@ def _autocasts_at(node: Node) -> Iterator[Autocast]:
             inside.pop(each.args[0], None)
     for device_type, dtype, enabled, *_ in (each.args for each in inside):
         yield device_type, dtype or torch.get_autocast_dtype(device_type), enabled
+
+
+def modes_of(nodes: Iterable[Node]) -> AbstractContextManager[None] | None:
+    """The grad mode and the autocast that nodes of a graph run in, to be entered; None if they do not share them."""
+    nodes = [*nodes]
+    untracked = without_gradient(nodes[0].graph)
+    ((is_untracked, casts), *others) = {(node.name in untracked, (*_autocasts_at(node),)) for node in nodes}
+    if others or any(node.target in _MODES for node in nodes):
+        return None
+
+    @contextmanager
+    def entered() -> Iterator[None]:
+        with torch.set_grad_enabled(not is_untracked), ExitStack() as stack:
+            for kind, dtype, enabled in casts:
+                stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
+            yield
+
+    return entered()
+
+
+def fake_arguments(module: GraphModule) -> list[FakeTensor]:
+    """Fake tensors for the inputs of a piece of a graph of Dynamo's."""
+    return utils.make_fake_arguments(module) or []
 
 
 def _under_autocast(symbol: Any, casts: Sequence[Autocast]) -> Any:
@@ -464,19 +503,51 @@ def checkpoints(graph: Graph) -> list[Node]:
     return [*graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint)]
 
 
+class SeenNode(NamedTuple):
+    """What a report needs of a node of Dynamo's graph: the user's stack, as text, and how to call the operator.
+
+    ``operator`` is None where the splitter names it well; ``is_users`` is False where Dynamo made the node of a
+    transform of ``torch.func``.
+    """
+
+    stack: str | None
+    operator: str | None
+    is_users: bool
+
+    @classmethod
+    def of(cls, node: Node) -> SeenNode:
+        operator = numpy_name(node)
+        if node.target is getattr:
+            operator = f"Tensor.{node.args[1]}"
+        elif node.target is GET_DATA:
+            operator = "Tensor.data"
+        return cls(node.stack_trace, operator, not is_of_transform(node))
+
+
+JOINED = "thunder_cg_joined"  # in the meta of a node that stands for others: a `SeenNode` of each, by its name
+
+
 def is_of_transform(node: Node) -> bool:
     """Whether a node is what Dynamo makes of a transform of ``torch.func`` itself, and no operator of the user's."""
     return str(getattr(node.target, "__module__", "")).startswith(("torch._functorch", "torch._C._functorch"))
 
 
 def inside_transforms(graph: Graph) -> frozenset[str]:
-    """Names of the nodes inside of transforms of ``torch.func``: their tensors are not what they seem to be."""
-    found = set()
+    """Names of the nodes inside of transforms of ``torch.func``: their tensors are not what they seem to be.
+
+    ``jacrev`` takes such tensors again after the transform that has made them. All up to there is inside.
+    """
+    found: set[str] = set()
     depth = 0
-    for node in graph.nodes:
+    nodes = [*graph.nodes]
+    position = {node: i for i, node in enumerate(nodes)}
+    end = -1  # of what takes tensors of a transform
+    for i, node in enumerate(nodes):
         name = getattr(node.target, "__name__", "")
         depth += name.endswith("_increment_nesting")
-        if depth:
+        if depth or i <= end:
             found.add(node.name)
+            if any(map(is_functorch_wrapped_tensor, tensors_in(example(node)))):
+                end = max([end, *(position[user] for user in node.users)])
         depth -= name.endswith("_decrement_nesting")
     return frozenset(found)

@@ -38,7 +38,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from thunder_cg.compat.distributed import why_not_in_step
+from thunder_cg.compat.distributed import layout_of_dtensor, local_tensor, makes_dtensors, why_not_in_step
 from thunder_cg.compat.torch import (
     OPERATORS,
     dictionary_of,
@@ -107,7 +107,7 @@ class Collector:
         self.objects: list[Any] = []
         self.in_compiled = False
         self.objections: list[str] = []  # why no graph would be right
-        self.hooked: list[str] = []  # the same of hooks, which may be why something changes in each step
+        self.hooked: list[str] = []  # of hooks and of PyTorch's wrappers, whose Python may be why something changes
         self._hooks = 0
         self._forwards: set[type] = set()
         self._objects: set[int] = set()  # that have been looked at, since they may refer to each other
@@ -217,6 +217,9 @@ class Collector:
         if type(tensor) is Tensor:
             self.places[label] = [(place, place.get()) for place in places]
         self._add_own_attributes(label, tensor, depth)
+        if local_tensor(tensor) is not tensor:
+            parts = self.watch.value(partial(_parts_of, tensor))
+            self.facts[f"the part of {label} on this rank"] = Content(parts)
         if tensor.device.type == self._device_type:
             self.tensors.setdefault(id(tensor), tensor)
         elif not tensor.is_inference():  # a graph has its values baked in
@@ -389,7 +392,7 @@ class Collector:
             self.watch.names(parameters, modules)
             self.holders += [attributes, parameters, buffers, modules]
             if (problem := why_not_in_step(module)) is not None:
-                self.objections.append(f"{where}: {'; '.join(problem)}")
+                self.hooked.append(f"{where}: {'; '.join(problem)}")
             self._note_hooks(where, module)
             for names in (parameters, buffers):
                 for name, tensor in names.items():
@@ -434,13 +437,15 @@ class Collector:
 
     def _note_hooks(self, where: str, value: Any) -> None:
         for hook in hooks_of(value):
-            code = getattr(hook, "__code__", None)
-            at = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
             self.facts[f"hook {self._hooks} of {where}"] = Same(hook)
             self._hooks += 1
+            if makes_dtensors(hook):
+                continue
+            code = getattr(hook, "__code__", None)
+            at = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
             fix = "remove it, and do in the step what it does"
             if "torch/distributed/" in at:
-                fix = "take thunder.distributed instead"
+                fix = "take thunder.distributed.ddp or fsdp instead"
             elif type(hook).__module__ in ("torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm"):
                 fix = f"take torch.nn.utils.parametrizations.{type(hook).__module__.rpartition('.')[2]} instead"
             elif isinstance(hook, BasePruningMethod):
@@ -615,3 +620,8 @@ def _items_of(value: Any) -> list[Any]:
 
 def _order_of(items: OrderedDict[Any, Any]) -> list[int]:
     return [*map(id, OrderedDict.keys(items))]
+
+
+def _parts_of(tensor: Tensor) -> list[Any]:
+    """What a DTensor is made of."""
+    return [Same(local_tensor(tensor)), Same(layout_of_dtensor(tensor))]

@@ -39,14 +39,8 @@ import torch
 from torch import nn
 
 from thunder_cg.compat.lines import PACKAGES, is_torchs
-from thunder_cg.compat.torch import (
-    IS_PROFILING,
-    dictionary_of,
-    function_before_dynamo,
-    is_compiled_by_dynamo,
-    module_dictionaries,
-    names_of,
-)
+from thunder_cg.compat.torch import IS_PROFILING, dictionary_of, module_dictionaries, names_of
+from thunder_cg.compat.torch_compile import function_before_dynamo, is_compiled_by_dynamo
 
 
 def _folders_of_packages() -> list[str]:

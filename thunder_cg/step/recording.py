@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.random import fork_rng
 
 from thunder_cg.compat.cuda import hidden_capture, is_of_capture
-from thunder_cg.compat.distributed import ProcessGroup
+from thunder_cg.compat.distributed import ProcessGroup, local_tensor
 from thunder_cg.compat.torch import (
     Settings,
     has_storage,
@@ -126,9 +126,10 @@ class Batch:
         places = [*map(place_of, given)]
         args, kwargs = (leaves, {}) if self.structure is None else tree_unflatten(leaves, self.structure)
         result = fn(*args, **kwargs)
-        if any(t.requires_grad or vars(t) or place_of(t) != place for t, place in zip(given, places)):
-            fix = "take another tensor of its content, as in x = x.detach().requires_grad_()"
-            raise CaptureRefused(f"the step changes a tensor that is an argument; {fix}")
+        for tensor, before in zip(given, places):
+            if tensor.requires_grad or vars(tensor) or place_of(tensor) != before:
+                fix = "take another tensor of its content, as in x = x.detach().requires_grad_()"
+                raise CaptureRefused(f"the step changes {_name(tensor, leaves, self.structure)}; {fix}")
         if self.structure is not None:
             left, structure = tree_flatten((args, kwargs))
             if structure != self.structure or not all(map(is_, left, leaves)):
@@ -197,7 +198,7 @@ class StepRecording(RecordingUse):
     last_call: int = 0  # of the step that used it
     without_graphs: int = 0  # what a call in Python has allocated at a time, at least
     collectives: Collectives | None = None  # that it holds
-    communicates: Mapping[ProcessGroup, Sequence[str]] = field(default_factory=dict)  # the names of these, in order
+    communicates: Mapping[ProcessGroup, Sequence[tuple[str, int]]] = field(default_factory=dict)  # see `Calls.groups`
     before: tuple[Snapshot, GradientsBefore] | None = None  # the capture, until the first replay
 
     def arenas(self) -> list[Arena]:
@@ -285,7 +286,7 @@ class StepRecording(RecordingUse):
         self.graph.replay([each.source(inputs) for each in self.sources], targets)
         if self.collectives is not None:
             self.collectives.count_replay()
-        self.outputs.derive(results, [*inputs, *self.state.tensors])
+        self.outputs.derive(results, [*inputs, *self.state.memory])
         for put, structure, count in reversed(self.carried):
             results, tensors = results[:-count], results[-count:]
             put(tree_unflatten(tensors, structure))
@@ -398,7 +399,7 @@ class _Body:
         return left
 
     def copied_out(self, pool: Pool, results: Sequence[Any]) -> list[Tensor]:
-        tensors = [*self._buffers, *self._state.tensors]
+        tensors = [*self._buffers, *self._state.memory]
         inputs = [AliasedInput.of(i, tensor) for i, tensor in enumerate(tensors) if has_storage(tensor)]
         self.outputs = Outputs([*results], inputs, [True] * len(results), self._state.device, pool.alias)
         return self.outputs.sources()
@@ -531,7 +532,7 @@ class StepCapture:
         pool = self.arena.pool(state.device)
         carried = state.carried_tensors()
         inputs = [*batch.tensors, *carried]
-        others = _storages([*state.tensors, *(each for each in before.memory if each is not None)])
+        others = _storages([*state.memory, *(each for each in before.memory if each is not None)])
         if _storages(inputs) & others or _storages(batch.tensors) & _storages(carried):
             raise CaptureLater(_SHARES)
         if (problem := in_two_places(zip((label for label, *_ in state.carried), state.carried_values()))) is not None:
@@ -539,7 +540,7 @@ class StepCapture:
         memory = {at: tensor for at, tensor in memory_of_tensors(state.device).items() if at not in before.moved}
         copied, buffers = place(pool, inputs, frozenset(), batch.same)
         copy_all([each.target for each in copied], [each.source(inputs) for each in copied])
-        versions = [version(tensor) for tensor in (*state.tensors, *buffers)]
+        versions = [version(tensor) for tensor in (*state.with_memory, *buffers)]
         places = state.places_of_tensors()
         body = _Body(self.fn, batch, buffers, state, self.calls)
         outside = states_outside(state.device)
@@ -556,7 +557,7 @@ class StepCapture:
         missing = self._what_replays_would_miss()
         addresses = Addresses(body.addresses)
         own = [*graph.tensors(), *outputs.sources(), *buffers, *targets, *(each.buffer for each in copied)]
-        known = [*state.tensors, *inputs, *before.memory]
+        known = [*state.memory, *inputs, *(each if each is None else local_tensor(each) for each in before.memory)]
         refuse_other_memory(addresses, known, [*own, *self._held_elsewhere()], state.device, pool, memory)
         kernels = kernel_settings(Settings.ALL)
         tensors, expected = [parameter.grad for parameter in state.parameters], before.expected(addresses)
@@ -576,7 +577,7 @@ class StepCapture:
             without_gradient=[p for p, g in zip(state.parameters, tensors) if g is None],
             overwritten=Overwritten(each for each in left if id(each.tensor) not in kept),
             touched=touched,
-            memory=_storages([*state.tensors, *(each for each in expected if isinstance(each, Tensor))]),
+            memory=_storages([*state.memory, *(each for each in expected if isinstance(each, Tensor))]),
             gradient_nbytes=nbytes(g for g in tensors if g is not None and _is_in(g, pool)),
             only_once=missing,
             carried=body.carried,
@@ -593,7 +594,7 @@ class StepCapture:
         Args:
             versions: before the step, of the state's tensors and of the buffers that stand for the arguments.
         """
-        tensors = self.state.tensors
+        tensors = self.state.with_memory
         has_changed = [version(tensor) != then for tensor, then in zip((*tensors, *buffers), versions)]
         if any(has_changed[len(tensors) :]):
             raise CaptureRefused("the step writes to an argument; clone it first")
@@ -644,12 +645,12 @@ class StepCapture:
         """Tensors that may be in the arena, besides those of the new graph."""
         held = [
             *GraphGradient.tensors(),
-            *(parameter.grad for parameter in self.state.parameters if parameter.grad is not None),
+            *(local_tensor(parameter.grad) for parameter in self.state.parameters if parameter.grad is not None),
             *self.state.tensors_in_holders(),
         ]
         for other in self.others:
             held += [*other.graph.tensors(), *other.outputs.sources(), *other.buffers()]
-            held += other.gradients_before.tensors  # which a graph may have left that is gone
+            held += map(local_tensor, other.gradients_before.tensors)  # which a graph may have left that is gone
         return held
 
 
@@ -660,7 +661,8 @@ def _extend(get: Callable[[], Any], items: list[Any]) -> None:
 def _refuse_gradients(state: StepState) -> None:
     """`CaptureRefused` if one is sparse, or no plain tensor."""
     for parameter in state.parameters:
-        if not is_plain(gradient := parameter.grad):
+        gradient = None if parameter.grad is None else local_tensor(parameter.grad)
+        if not is_plain(gradient):
             problem = f"a gradient is a {type(gradient).__name__}, not a plain tensor"
             raise CaptureRefused(f"{problem}; put a plain one there")
         if gradient is not None and not has_storage(gradient):
@@ -670,8 +672,8 @@ def _refuse_gradients(state: StepState) -> None:
 
 def _storages(tensors: Iterable[Tensor]) -> frozenset[int]:
     """Where they begin."""
-    return frozenset(map(address_if_any, tensors)) - {0}
+    return frozenset(map(address_if_any, map(local_tensor, tensors))) - {0}
 
 
 def _is_in(tensor: Tensor, pool: Pool) -> bool:
-    return any(start <= address_if_any(tensor) < stop for start, stop in pool.ranges())
+    return any(start <= address_if_any(local_tensor(tensor)) < stop for start, stop in pool.ranges())

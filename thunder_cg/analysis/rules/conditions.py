@@ -197,6 +197,10 @@ READS_RANGE = Condition(
     lambda call: not _is_range(call.argument("min") or 0, call.argument("max") or 0),
     Cause(Reason.HOST_SYNC, "it reads its input's range on the host", "give min= and max=", "aten::histc"),
     Evidence.MEASURED)
+CHECKS_LENGTHS = Condition(
+    "checks_lengths", "unsafe=True is not given.", lambda call: call.argument("unsafe") is not True,
+    Cause(Reason.HOST_SYNC, "it checks the lengths of the segments on the host",
+          "pass unsafe=True, if the lengths along the axis sum to its size", "aten::segment_reduce"))
 IN_PLACE = Condition("writes_in_place", "inplace=True is given.", _is_set("inplace"), aliases=FIRST, writes=FIRST)
 REDUCES_IN_PLACE = Condition(
     "reduces_in_place", "It waits for the result and skip_clone=True is given, so its result is its argument itself.",

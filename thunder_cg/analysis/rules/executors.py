@@ -68,7 +68,8 @@ RULES: tuple[Rule, ...] = (
 
     # Of thunder_cg.dynamo.operators: PyTorch's operators as they are
     *rows("torch_ops", """
-        avg_pool1d avg_pool1d_vjp avg_pool2d avg_pool2d_vjp avg_pool3d avg_pool3d_vjp dstack_each dstack_each_vjp flip
+        avg_pool1d avg_pool1d_vjp avg_pool2d avg_pool2d_vjp avg_pool3d avg_pool3d_vjp column_stack_each
+        column_stack_each_vjp int_mm dstack_each dstack_each_vjp flip
         flip_vjp hstack_each hstack_each_vjp interpolate interpolate_vjp lerp lerp_vjp max_pool1d max_pool1d_vjp
         max_pool2d max_pool2d_vjp max_pool3d max_pool3d_vjp minimum minimum_vjp normalize pad pad_vjp remainder
         remainder_vjp repeat_interleave repeat_interleave_vjp round round_vjp trunc trunc_vjp unfold_copy
@@ -76,6 +77,8 @@ RULES: tuple[Rule, ...] = (
         transformer_encoder_layer bartlett_window blackman_window eye hamming_window hann_window kaiser_window linspace
         logspace tril_indices triu_indices
     """, CAPTURED, Evidence.KNOWN, settings=Settings.NONE),
+    *rows("torch_ops", "segment_reduce segment_reduce_vjp", CAPTURED, Evidence.KNOWN,
+          conditions=(when.CHECKS_LENGTHS,)),
     *rows("torch_ops", "scaled_dot_product_attention scaled_dot_product_attention_vjp", CAPTURED, Evidence.KNOWN,
           conditions=(when.DROPOUT,)),
     *rows("torch_ops", "cross_entropy cross_entropy_vjp mul mul_vjp nll_loss nll_loss_vjp", CAPTURED, Evidence.KNOWN,
@@ -85,6 +88,9 @@ RULES: tuple[Rule, ...] = (
     *rows("torch_ops", """
         index_add index_add_vjp lstm_cell_each lstm_cell_each_vjp scatter_masked scatter_masked_vjp
     """, CAPTURED, Evidence.KNOWN),
+    # What Inductor has compiled of a graph of Dynamo's: thunder_cg.dynamo.pieces asks the rules for what is inside.
+    *rows("torch_ops", "piece piece_backward", CAPTURED, Evidence.KNOWN),
+    *rows("torch_ops", "piece_backward_draws piece_draws", CAPTURED, Evidence.KNOWN, draws=True),
     *rows("torch_ops", "bernoulli exponential normal uniform", CAPTURED, Evidence.KNOWN, settings=Settings.NONE,
           draws=True),
     # On an H200 with torch 2.11, both ways, with ends of groups that change from call to call. A GPU that has no kernel

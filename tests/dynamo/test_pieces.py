@@ -1,0 +1,199 @@
+"""Pieces of Inductor's that are operators of the trace around them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import same
+from torch import nn
+
+from thunder_cg import explain, thunderfx
+
+
+def _norms(rows):
+    return torch.vmap(lambda row: (row * row.cos()).sum())(rows)
+
+
+def _one(x, w):
+    return (_norms(x.sin() @ w).exp() * 2).sin()
+
+
+def _two(x, w):
+    y = x.sin() @ w
+    z = _norms(y)
+    return (_norms((z.exp().unsqueeze(1) * y).tanh()).cos() + z).sin(), y.tanh()
+
+
+def _first(x, w):
+    return (_norms(w) * 3).sin() @ x.t().sum(1, keepdim=True)[: w.shape[0]]
+
+
+def _last(x, w):
+    return _norms((x @ w).tanh())
+
+
+def _written_inside(x, w):
+    y = (x @ w).tanh()
+    return torch.vmap(lambda row: row.clone().mul_(2).add_(row))(y) * y
+
+
+def _written_after(x, w):
+    y = torch.vmap(lambda row: row * 2)(x @ w)
+    with torch.no_grad():
+        y = y.detach().add_(1)
+    return y * (x @ w)
+
+
+def _view(x, w):
+    y = torch.vmap(lambda row: (row * 2).view(2, 4).t())(x @ w)
+    return y.sin(), y
+
+
+def _places(x, w):
+    values, places = torch.vmap(lambda row: row.max(0))(x @ w)
+    return values.exp(), places
+
+
+def _saved_arguments(x, w):
+    return torch.vmap(lambda row: (row.unsqueeze(0) @ w).squeeze(0))(x.sin()).tanh()
+
+
+def _without_gradient(x, w):
+    y = x @ w
+    with torch.no_grad():
+        z = _norms(y)
+    return z.unsqueeze(1) * y
+
+
+def _detached(x, w):
+    y, z = torch.vmap(lambda row: (row * 2, row.detach().sin()))(x @ w)
+    return y.exp(), z
+
+
+def _list(x, w):
+    return torch.nn.utils.rnn.pad_sequence([x @ w, (x @ w).sin()]).tanh()
+
+
+def _results(function, x, w):
+    w = w.clone().requires_grad_()
+    torch.manual_seed(1)
+    found = function(x.clone(), w)
+    found = found if isinstance(found, tuple) else (found,)
+    if tracked := [each for each in found if each.requires_grad]:
+        torch.autograd.backward(
+            tracked, [torch.linspace(0, 1, each.numel(), device=each.device).view(each.shape) for each in tracked]
+        )
+    return [*(each.detach().clone() for each in found), w.grad, *(each.requires_grad for each in found)]
+
+
+FUNCTIONS = [
+    _one, _two, _first, _last, _written_inside, _written_after, _view, _places, _saved_arguments, _without_gradient,
+    _detached, _list,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["training", "no_grad"])
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__.strip("_"))
+def test_one_graph_each_way(function, grad):
+    graphed = thunderfx(function, backend="tape", dynamic=False)
+    with torch.set_grad_enabled(grad):
+        for rows in (4, 8, 4, 8, 4, 8):
+            x, w = torch.randn(rows, 8), torch.randn(8, 8)
+            for found, expected in zip(_results(graphed, x, w), _results(function, x, w), strict=True):
+                if isinstance(found, torch.Tensor):
+                    torch.testing.assert_close(found, expected)
+                else:
+                    assert found == expected
+    report = explain(graphed)
+    assert not report.outside
+    assert [trace.kind for trace in report.traces] == ["forward", "backward"][: 1 + grad] * 2
+    assert all(len(trace.regions) <= 1 for trace in report.traces)
+    assert any(op.name.startswith("inductor_piece") for trace in report.traces for op in trace.ops)
+
+
+def test_the_bits_are_those_of_the_piece_by_itself(backend, device, request):
+    """Where Inductor compiles it. On a CPU, the tests run its operators, and in the backward other ones if apart."""
+    x, w = torch.randn(4, 8, device=device), torch.randn(8, 8, device=device)
+    joined = thunderfx(_two, backend=backend, dynamic=False)
+    found = [_results(joined, x, w) for _ in range(3)][-1]
+    request.getfixturevalue("cut")
+    torch._dynamo.reset()
+    apart = thunderfx(_two, backend=backend, dynamic=False)
+    expected = _results(apart, x, w)
+    assert explain(apart).outside and not explain(joined).outside
+    same(found[:2], expected[:2])
+    torch.testing.assert_close(found[2], expected[2], **({"rtol": 0, "atol": 0} if device == "cuda" else {}))
+
+
+def test_draws(backend, device):
+    """The backward gets what the forward has drawn, and each call draws anew."""
+    graphed = thunderfx(
+        lambda w: torch.vmap(F.dropout, randomness="different")(w.exp()).sin(), backend=backend, dynamic=False
+    )
+    masks = []
+    for _ in range(5):
+        w = torch.zeros(8, 8, device=device, requires_grad=True)
+        y = graphed(w)
+        y.sum().backward()
+        masks.append(y.detach() != 0)
+        torch.testing.assert_close(w.grad, torch.where(masks[-1], 2 * torch.cos(torch.full_like(w, 2)), 0))
+    assert not explain(graphed).outside and len({str(mask.tolist()) for mask in masks}) == len(masks)
+
+
+def test_a_backward_twice():
+    graphed = thunderfx(_one, backend="tape", dynamic=False)
+    x, w = torch.randn(4, 8), torch.randn(8, 8, requires_grad=True)
+    for _ in range(3):
+        total = graphed(x, w).sum()
+        (first,) = torch.autograd.grad(total, w, retain_graph=True)
+        first = first.clone()
+        (second,) = torch.autograd.grad(total, w)
+        same(first, second)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(lambda x: (x * 2).data.mul_(3) + x, id="writes to what the trace made"),
+        pytest.param(
+            lambda x: (
+                torch.istft(
+                    torch.stft(x.sin(), 8, 2, window=torch.ones(8), return_complex=True), 8, 2, window=torch.ones(8)
+                )
+                * 2
+            ),
+            id="reads on the host",
+        ),
+        pytest.param(lambda x: x / x.mean(), id="a scalar on the CPU"),
+    ],
+)
+def test_what_stays_apart(function):
+    graphed = thunderfx(function, backend="tape", dynamic=False)
+    for _ in range(3):
+        x = torch.randn(2, 32, requires_grad=True)
+        torch.testing.assert_close(graphed(x), function(x))
+    assert explain(graphed).outside
+
+
+def test_a_module(backend, device):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.outer(torch.vmap(self.inner)(x.sin()).relu()).tanh()
+
+    net = Net().to(device)
+    graphed = thunderfx(net, backend=backend, dynamic=False)
+    for _ in range(4):
+        x = torch.randn(4, 8, device=device)
+        net.zero_grad()
+        graphed(x).sum().backward()
+        found = [p.grad.clone() for p in net.parameters()]
+        net.zero_grad()
+        net(x).sum().backward()
+        torch.testing.assert_close(found, [p.grad for p in net.parameters()])
+    assert not explain(graphed).outside
+    assert [len(trace.regions) for trace in explain(graphed).traces] == [1, 1]
