@@ -116,3 +116,9 @@ def deterministic() -> Iterator[None]:
     yield
     torch.backends.cudnn.deterministic = False
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's pieces stay apart, as where sizes change."""
+    monkeypatch.setattr("thunder_cg.dynamo.compiler.join_pieces", lambda parts, of_thunder: parts)

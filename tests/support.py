@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import thunder
@@ -148,18 +149,13 @@ def no_fast_path(jfn: Any) -> list[str | None]:
     return [program.no_fast_path for program in programs(jfn) if program.kind == "forward"]
 
 
-def without_inductor(monkeypatch, *, joined=True):
-    """Operators run in the place of what Inductor would compile, which takes long and, on a CPU, a C++ compiler.
-
-    Args:
-        joined: whether pieces of Inductor's become operators of the trace around them.
-    """
-
-    def one_way(graph, inputs, **options):
-        kept = copy.deepcopy(graph)  # later passes of Inductor's change it
-        return lambda tensors: kept(*tensors)
-
+def run_what_inductor_gets(monkeypatch: Any) -> None:
+    """Runs the graphs that thunderfx gives Inductor as they are: it would need a C++ compiler, and takes long."""
     monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs: graph)
+    # Later passes would change the graph, so it is copied, as Inductor's code is what it was.
+    one_way = lambda graph, inputs, **options: partial(_run_boxed, copy.deepcopy(graph))  # noqa: E731
     monkeypatch.setattr("thunder_cg.compat.inductor.compile_fx_inner", one_way)
-    if not joined:
-        monkeypatch.setattr("thunder_cg.dynamo.compiler.join_pieces", lambda parts, of_thunder: parts)
+
+
+def _run_boxed(graph: Any, tensors: list[torch.Tensor]) -> Any:
+    return graph(*tensors)

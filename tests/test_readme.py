@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 # The page itself, the results beside their files, and what few readers need.
 NAMES = ("README.md", "thunder_cg/tools/results/RESULTS.md", "thunder_cg/SEVERAL_GPUS.md", "thunder_cg/THUNDER.md")
+NAMES += ("thunder_cg/STEPS.md", "tests/README.md")
 PAGES = [ROOT / name for name in NAMES]
 
 # Inductor takes half a minute to compile the fusions, which other tests capture.

@@ -36,10 +36,10 @@ def test_each_call_that_does_not_replay_raises(transform, device):
             step(x)
         with (
             FlopCounterMode(display=False),
-            pytest.raises(CaptureError, match=r"forward call .*dispatch.*leave the mode, such as"),
+            pytest.raises(CaptureError, match=r"forward, call .*dispatch.*leave the mode, such as"),
         ):
             step(x)
-        with pytest.raises(CaptureError, match=r"backward call .*retained.*without retain_graph=True.*drop strict="):
+        with pytest.raises(CaptureError, match=r"backward, call .*retained.*without retain_graph=True.*drop strict="):
             step(x, retain_graph=True)
     step(x)
     assert replays(jitted) == 2 * 2 * 2 + 2 * 2 - 2 + 2  # the forwards that were retained, and this step
@@ -59,7 +59,7 @@ def test_a_module_raises_from_its_fast_path_too(transform, device):
     assert fast_path_calls(jitted) == 2
     with (
         Watching(),
-        pytest.raises(CaptureError, match=r"^Sequential, forward call 5: a torch dispatch or function mode is active"),
+        pytest.raises(CaptureError, match=r"^Sequential, forward, call 5: a torch dispatch or function mode is active"),
     ):
         jitted(x)
     jitted(x)

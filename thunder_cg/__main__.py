@@ -18,9 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: that of the command, 2 for wrong arguments, 130 if the user interrupted it, 1 if nobody reads
         what it prints.
     """
-    from thunder_cg.compat.versions import check_versions
-    from thunder_cg.errors import VersionError
-    from thunder_cg.tools.arguments import Parser, without_warnings_of_others
+    from thunder_cg.tools.arguments import Parser, interruptible
 
     words = sys.argv[1:] if argv is None else [*argv]
     parser = Parser(
@@ -36,21 +34,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return 2
     command = parser.parse_args(words[:1]).command
-    with without_warnings_of_others(), _without_log():
-        try:
-            if command != "doctor":  # which says what to install
-                check_versions()
-            code = _COMMANDS[command](words[1:])
-            sys.stdout.flush()
-            return code
-        except VersionError as error:
-            parser.error(str(error))
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            return 130
-        except BrokenPipeError:  # who reads the output, such as `head`, has gone; Python would flush it at the end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 1
+    with _without_log():
+        return interruptible(lambda argv: _run(command, argv, parser), words[1:])
+
+
+def _run(command: str, argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
+    from thunder_cg.compat.versions import check_versions
+    from thunder_cg.errors import VersionError
+
+    try:
+        if command != "doctor":  # which says what to install
+            check_versions()
+        code = _COMMANDS[command](argv)
+        sys.stdout.flush()
+        return code
+    except VersionError as error:
+        parser.error(str(error))
+    except BrokenPipeError:  # who reads the output, such as `head`, has gone; Python would flush it at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 @contextmanager

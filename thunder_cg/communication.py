@@ -186,10 +186,6 @@ def _checked(group: Any) -> Any:
     return group
 
 
-def _group_named(name: str) -> dist.ProcessGroup:
-    return _checked(distributed.group_named(name))
-
-
 def _named(op: Any, function: str) -> str:
     for name in _REDUCTIONS:
         if op == getattr(dist.ReduceOp, name.upper()):
@@ -275,36 +271,26 @@ def _splits(sizes: Any) -> tuple[int, ...]:
 # Functional ones, as the operators behind torch.distributed._functional_collectives. They return a new tensor.
 
 
-def _functional_all_reduce(x: Any, op: str, group: str, **gradient: bool) -> Any:
-    return _reduced(x, op.lower(), _group_named(group), **gradient)
+def _with_rows(x: Any, rows: int) -> tuple[int, ...]:
+    return (rows, *_sizes(x)[1:])
 
 
-def _functional_broadcast(x: Any, source: int, group: str, **gradient: bool) -> Any:
-    return _sent(x, source, _group_named(group))
-
-
-def _functional_all_gather(x: Any, ranks: int, group: str, **gradient: bool) -> Any:
-    first, *rest = _sizes(x)
-    return _gathered(x, (ranks * first, *rest), _group_named(group), **gradient)
-
-
-def _functional_reduce_scatter(x: Any, op: str, ranks: int, group: str, **gradient: bool) -> Any:
-    first, *rest = _sizes(x)
-    return _scattered(x, (first // ranks, *rest), op.lower(), _group_named(group), **gradient)
-
-
-def _functional_all_to_all(x: Any, received: Any, sent: Any, group: str, **gradient: bool) -> Any:
+def _functional_all_to_all(x: Any, received: Any, sent: Any, group: Any, **gradient: bool) -> Any:
     splits = [_splits(each) for each in (received, sent)]
-    shape = (sum(splits[0]), *_sizes(x)[1:])
-    return _exchanged(x, shape, *splits, _group_named(group), **gradient)
+    return _exchanged(x, _with_rows(x, sum(splits[0])), *splits, group, **gradient)
 
 
+# Functions of the operator's arguments, with the group in the place of its name, which is the last one.
 _FUNCTIONAL: dict[str, Callable[..., Any]] = {
-    "all_gather_into_tensor": _functional_all_gather,
-    "all_reduce": _functional_all_reduce,
+    "all_gather_into_tensor": lambda x, ranks, group, **gradient: _gathered(
+        x, _with_rows(x, ranks * _sizes(x)[0]), group, **gradient
+    ),
+    "all_reduce": lambda x, op, group, **gradient: _reduced(x, op.lower(), group, **gradient),
     "all_to_all_single": _functional_all_to_all,
-    "broadcast": _functional_broadcast,
-    "reduce_scatter_tensor": _functional_reduce_scatter,
+    "broadcast": _sent,
+    "reduce_scatter_tensor": lambda x, op, ranks, group, **gradient: _scattered(
+        x, _with_rows(x, _sizes(x)[0] // ranks), op.lower(), group, **gradient
+    ),
 }
 
 
@@ -323,7 +309,9 @@ def functional() -> dict[Any, Callable[..., Any]]:
 
 def _callable(operator: Any, in_trace: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
-        return distributed.wait_tensor(operator(*args)) if compat.current_trace() is None else in_trace(*args)
+        if compat.current_trace() is None:
+            return distributed.wait_tensor(operator(*args))
+        return in_trace(*args[:-1], _checked(distributed.group_named(args[-1])))
 
     compat.trace_as(call, call)  # Thunder calls it as it is
     return call

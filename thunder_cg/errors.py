@@ -190,6 +190,11 @@ class ReplayRefused(CudagraphError, RuntimeError):
 class NotCompiledError(CudagraphError, TypeError):
     """:func:`thunder_cg.explain`, or a function like it, was given something that this package did not transform."""
 
-    def __init__(self, given: object, problem: str, function: str = "explain") -> None:
-        fix = "pass what thunder.jit(fn, transforms=[cudagraph_transform()]) returned"
+    def __init__(
+        self,
+        given: object,
+        problem: str,
+        function: str = "explain",
+        fix: str = "pass what thunder.jit(fn, transforms=[cudagraph_transform()]) returned",
+    ) -> None:
         super().__init__(f"{function}({type(given).__name__}): {problem}; {fix}")

@@ -32,10 +32,22 @@ from thunder_cg.analysis.sources import Stacks, users_level
 from thunder_cg.analysis.undefined import Routes, needed_for, results_reached, routes_of
 from thunder_cg.communication import install as trace_collectives
 from thunder_cg.compat import thunder as compat
+from thunder_cg.compat.compilation import (
+    compilation_began,
+    compiled_entries,
+    constant_results,
+    end_autocast,
+    lost_assignments,
+    lost_calls,
+    lost_changes,
+    on_compile,
+)
+from thunder_cg.compat.compiled import has_pytorchs_numbers, hooks_on_gradients
 from thunder_cg.compat.dtypes import promote_as_pytorch
 from thunder_cg.compat.lines import keep_lines
 from thunder_cg.compat.thunder import TraceCtx
-from thunder_cg.compat.torch import autocast_dtype, stacks_of_generated_code
+from thunder_cg.compat.torch import autocast_dtype
+from thunder_cg.compat.torch_compile import stacks_of_generated_code
 from thunder_cg.emit import Emitter, returned_and_saved, taken_names
 from thunder_cg.errors import TransformConflictError, WrongGradientWarning
 from thunder_cg.fastpath.dispatch import install
@@ -98,7 +110,7 @@ class CudagraphTransform(compat.Transform):
         trace_collectives()
         keep_lines()
         promote_as_pytorch()
-        compat.on_compile(_compile_scope, note_compile_failure)
+        on_compile(_compile_scope, note_compile_failure)
         self.options = options
         self._stand_in = stand_in  # of a plan: the type of device that stands for a CUDA device
         self._rules = UserRules(frozenset(options.allow), frozenset(options.deny))
@@ -155,7 +167,7 @@ class CudagraphTransform(compat.Transform):
         if torch.is_grad_enabled():
             self._warn_of_wrong_gradients(each for each in wrong if each.may_leave_no_backward)
         self._warn_of_what_is_lost(computation_trace, epilogue_trace)
-        compat.end_autocast(computation_trace)
+        end_autocast(computation_trace)
         if not any(map(_changes_prologues, transforms[transforms.index(self) + 1 :])):
             prologue_trace = with_one_check(prologue_trace, self._compiling.static)
         return prologue_trace, computation_trace, epilogue_trace
@@ -182,7 +194,7 @@ class CudagraphTransform(compat.Transform):
         took = int((time.perf_counter() - start) * 1000)
         self._log_compiled(program, took)
         trace.set_provenance(PartitionProvenance(f"CUDA graph partition (took {took} milliseconds)", program))
-        compilation.finish(time.perf_counter() - compat.compilation_began())
+        compilation.finish(time.perf_counter() - compilation_began())
         return trace
 
     def _follow_gradients(self, trace: TraceCtx) -> TraceCtx:
@@ -251,7 +263,7 @@ class CudagraphTransform(compat.Transform):
             return ()
         ops = self._read(trace)
         aliasing = Aliasing.of(ops)
-        if compat.has_pytorchs_numbers(compat.get_compile_data()):
+        if has_pytorchs_numbers(compat.get_compile_data()):
             results = len(returned(ops.ops[-1]))
             self._compiling.reached, self._compiling.results = results_reached(ops, aliasing), results
         return lost_or_unsummed(ops, aliasing)
@@ -269,9 +281,9 @@ class CudagraphTransform(compat.Transform):
         compilation, stacks = self._compiling.compilation, self._compiling.stacks or {}
         found = (
             *lost(trace, self._read),
-            *unrepeated(compat.lost_assignments(epilogue), compat.lost_changes(), compat.lost_calls(), stacks),
-            *constant(compat.constant_results(epilogue)),
-            *uncalled(compat.hooks_on_gradients(compat.get_compile_data().fn) if torch.is_grad_enabled() else ()),
+            *unrepeated(lost_assignments(epilogue), lost_changes(), lost_calls(), stacks),
+            *constant(constant_results(epilogue)),
+            *uncalled(hooks_on_gradients(compat.get_compile_data().fn) if torch.is_grad_enabled() else ()),
         )
         for said in dict.fromkeys(found):
             compilation.differs.append(said)
@@ -301,7 +313,7 @@ class CudagraphTransform(compat.Transform):
     def _joined(self) -> Compilation:
         """The compilation on this thread, with what has changed since earlier ones of the function."""
         compilation = self._compiling.compilation
-        earlier = (program_of(entry.computation_traces) for entry in compat.compiled_entries())
+        earlier = (program_of(entry.computation_traces) for entry in compiled_entries())
         compilation.join([(each.compilation, each.replays) for each in earlier if each is not None])
         return compilation
 

@@ -12,7 +12,7 @@ import torch
 
 from thunder_cg.analysis import sources
 from thunder_cg.analysis.sources import SourceLine, called_from, described, line_behind, user_frames
-from thunder_cg.compat.torch import stacks_of_generated_code
+from thunder_cg.compat.torch_compile import stacks_of_generated_code
 from thunder_cg.tools import demo
 
 TORCH, THUNDER = (os.path.dirname(str(module.__file__)) for module in (torch, thunder))

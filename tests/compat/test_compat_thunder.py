@@ -14,6 +14,17 @@ from torch import nn
 
 from thunder_cg import cudagraph_transform
 from thunder_cg.compat import thunder as compat
+from thunder_cg.compat.compiled import (
+    OPTIONS,
+    compile_data,
+    compile_stats,
+    dispatch_of,
+    drop_self_reference,
+    module_buffers,
+    module_parameters,
+    original_module,
+    set_dispatch,
+)
 
 
 @pytest.fixture
@@ -25,26 +36,26 @@ def compiled() -> compat.ThunderModule:
 
 
 def test_a_compiled_module_tells_where_its_tensors_are(compiled: compat.ThunderModule) -> None:
-    original = compat.original_module(compiled)
-    assert compat.module_parameters(compiled).keys() == dict(original.named_parameters()).keys()
-    assert compat.module_buffers(compiled).keys() == dict(original.named_buffers()).keys()
-    assert compat.module_parameters(compiled)["0.weight"] is original[0].weight
+    original = original_module(compiled)
+    assert module_parameters(compiled).keys() == dict(original.named_parameters()).keys()
+    assert module_buffers(compiled).keys() == dict(original.named_buffers()).keys()
+    assert module_parameters(compiled)["0.weight"] is original[0].weight
 
 
 def test_a_compiled_module_tells_what_was_compiled(compiled: compat.ThunderModule) -> None:
-    statistics = compat.compile_stats(compiled)
+    statistics = compile_stats(compiled)
     (entry,) = statistics.interpreter_cache
     assert statistics.calls == 1 and statistics.last_prologue is entry.prologue_fn
-    assert compat.compile_data(compiled).cache_option is compat.CACHE_OPTIONS.CONSTANT_VALUES
+    assert compile_data(compiled).cache_option is compat.CACHE_OPTIONS.CONSTANT_VALUES
     prims = {symbol.sym.id for symbol in entry.prologue_traces[0].bound_symbols}
     assert {compat.PrimIDs.UNPACK_PARAMETER, compat.PrimIDs.UNPACK_BUFFER} <= prims
 
 
 def test_what_a_module_calls_can_be_replaced(compiled: compat.ThunderModule) -> None:
-    before = compat.dispatch_of(compiled)
-    compat.set_dispatch(compiled, lambda x: "replaced")
+    before = dispatch_of(compiled)
+    set_dispatch(compiled, lambda x: "replaced")
     assert compiled(torch.randn(4, 2)) == "replaced"
-    compat.set_dispatch(compiled, before)
+    set_dispatch(compiled, before)
     assert compiled(torch.randn(4, 2)).shape == (4, 3)
 
 
@@ -74,7 +85,7 @@ def test_a_function_that_thunder_built_is_freed_without_the_collector() -> None:
     source = "def f():\n  return named"
     function = compat.build_callable("f", python_str=source, file_name="f", ctx={"named": named})
     assert function() is named
-    compat.drop_self_reference(function)
+    drop_self_reference(function)
     assert function() is named
     reference = weakref.ref(named)
     gc.disable()
@@ -103,4 +114,4 @@ def test_options_that_thunder_asks_for_are_known():
         path.read_text() for path in Path(thunder.__file__).parent.rglob("*.py") if "test" not in str(path)
     )
     asked = re.findall(r"get_compile_option\(\s*[\"'](\w+)|compile_options\.(?:get|pop)\(\s*[\"'](\w+)", sources)
-    assert {name for names in asked for name in names if name} <= compat.OPTIONS and len(asked) > 20
+    assert {name for names in asked for name in names if name} <= OPTIONS and len(asked) > 20

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
-from thunder_cg.compat import torch as compat
+from thunder_cg.compat import operators, torch as compat
 from thunder_cg.compat.torch import Settings
 
 
@@ -92,6 +92,10 @@ def test_what_is_active_on_a_thread() -> None:
         assert compat.saved_tensors_hooks() is not None
     with torch.device("cpu"):
         assert compat.function_mode_count() == 1 and compat.only_device_modes() and compat.default_device_is_set()
+    torch.set_default_device("cpu")
+    assert compat.default_device_is_set()
+    torch.set_default_device(None)
+    assert not compat.default_device_is_set()
     with torch.overrides.TorchFunctionMode():
         assert not compat.only_device_modes()
     with torch.autocast("cpu"):
@@ -170,8 +174,10 @@ def test_names_of_operators_of_libraries() -> None:
         return torch.rand_like(x)
 
     ours = torch.ops.thunder_cg_names
-    assert compat.library_name(ours.pure) == compat.library_name(ours.pure.default) == "thunder_cg_names.pure"
+    assert operators.library_name(ours.pure) == operators.library_name(ours.pure.default) == "thunder_cg_names.pure"
     others = (ours.writes, ours.draws, torch.ops.aten.add, torch.ops._c10d_functional.wait_tensor, torch.add, "add")
-    assert [compat.library_name(other) for other in others] == [None] * len(others)
-    assert compat.is_cudagraph_unsafe(ours.draws) and compat.is_cudagraph_unsafe(partial(print, ours.draws.default))
-    assert not compat.is_cudagraph_unsafe(ours.pure) and not compat.is_cudagraph_unsafe(print)
+    assert [operators.library_name(other) for other in others] == [None] * len(others)
+    assert operators.is_cudagraph_unsafe(ours.draws) and operators.is_cudagraph_unsafe(
+        partial(print, ours.draws.default)
+    )
+    assert not operators.is_cudagraph_unsafe(ours.pure) and not operators.is_cudagraph_unsafe(print)

@@ -183,6 +183,47 @@ def test_uneven_batches(ranks: Ranks, builder: str) -> None:
     assert any(found is not None and float(found[1]) <= 0.25 for found in waited), second["failures"]  # at first, 0.5
 
 
+class Raises(TorchDispatchMode):
+    """Raises in the first matrix product."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "mm" in str(func):
+            raise torch.OutOfMemoryError("none is left")
+        return func(*args, **(kwargs or {}))
+
+
+def raises_before_it_communicates() -> tuple[int, list[int]]:
+    """Rank 1 lacks memory in some backwards, for which rank 0 waits, and does these steps again."""
+    import parallel
+
+    found: list[list[torch.Tensor]] = []
+    for graphs in ([], [parallel.transform()]):
+        compiled = parallel.ddp(*graphs)
+        found.append([])
+        for step in range(STEPS):
+            compiled.zero_grad(set_to_none=True)
+            if parallel.RANK() == 1 and step in (0, 2, 3):
+                _raise_in_backward(compiled, parallel.tokens(step))
+            compiled(parallel.tokens(step)).square().mean().backward()
+            found[-1] += [p.grad.clone() for p in compiled.parameters()]
+    return parallel.differing(*found), parallel.summary(compiled)[1]["replays"]
+
+
+def _raise_in_backward(compiled: Any, tokens: torch.Tensor) -> None:
+    loss = compiled(tokens).square().mean()
+    with Raises():
+        try:
+            loss.backward()
+        except torch.OutOfMemoryError:
+            return
+    raise AssertionError("it has not raised")
+
+
+def test_a_rank_that_raises_before_it_communicates(ranks: Ranks) -> None:
+    """It numbers its calls as the others do: a call that has not communicated is none."""
+    assert ranks.run(raises_before_it_communicates) == [(0, [STEPS - 1])] * 2
+
+
 def strictly() -> str:
     """What a call raises that would capture on one rank for another batch than on the other."""
     import parallel

@@ -6,20 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support import without_inductor
+from support import run_what_inductor_gets
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Dynamo counts how often it compiles a function, over all tests."""
+    """Dynamo counts how often it compiles a function, over all tests. On a CPU, Inductor would need a C++ compiler."""
     torch._dynamo.reset()
     if not torch.cuda.is_available():
-        without_inductor(monkeypatch)
+        run_what_inductor_gets(monkeypatch)
     yield
     torch._dynamo.reset()
-
-
-@pytest.fixture
-def cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor's pieces stay apart, as where sizes change."""
-    monkeypatch.setattr("thunder_cg.dynamo.compiler.join_pieces", lambda parts, of_thunder: parts)

@@ -10,7 +10,8 @@ import thunder
 import torch
 from thunder.dynamo.utils import auto_register_ops
 
-from thunder_cg.compat.torch import operator_table, tree_leaves, tree_map
+from thunder_cg.compat.operators import operator_table
+from thunder_cg.compat.torch import tree_leaves, tree_map
 from thunder_cg.dynamo.fallbacks import objection_to_operator
 
 _SAMPLES = 6

@@ -297,3 +297,19 @@ def test_a_node_of_another_stream_that_a_loss_holds(transform, device, monkeypat
     losses.clear()
     current[0] = 1
     assert steps() == [True, True]
+
+
+@pytest.mark.parametrize("body", [plain, accumulated])
+def test_nodes_that_get_nothing_run_on_the_calling_thread(body: Body, transform, device, monkeypatch) -> None:
+    """Autograd chooses the thread right after our node; whoever called `backward` finds the setting as it was."""
+    setting = torch.autograd.set_multithreading_enabled
+    model = nn.Sequential(Linear(8, 16), nn.GELU(), Linear(16, 4)).to(device)
+    jmodel = thunder.jit(model, transforms=[transform()])
+    chosen: list[bool] = []
+    for _ in range(6):
+        chosen.clear()
+        monkeypatch.setattr(torch.autograd, "set_multithreading_enabled", lambda on: (chosen.append(on), setting(on)))
+        body(jmodel, model, torch.ones(4, 8, device=device), {})
+        monkeypatch.undo()
+        assert setting(True).prev
+    assert chosen == ([False] if body is plain else [])

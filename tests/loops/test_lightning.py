@@ -1,4 +1,4 @@
-"""Lightning's Trainer. With automatic optimization, forward and backward are graphs; with manual, the step is one."""
+"""Lightning's Trainer: forward and backward as graphs, or the whole step as one."""
 
 from __future__ import annotations
 
@@ -45,6 +45,40 @@ class Automatic(L.LightningModule):
         return [optimizer], [StepLR(optimizer, 1, gamma=0.5)]
 
 
+def fused(module):
+    """An optimizer that a graph can hold, and a schedule that writes its learning rate."""
+    lr = torch.tensor(0.01, device=module.device)
+    optimizer = torch.optim.AdamW(module.net.parameters(), lr=lr, fused=True, capturable=lr.is_cuda)
+    return [optimizer], [StepLR(optimizer, 1, gamma=0.5)]
+
+
+class Whole(Automatic):
+    """Automatic optimization, with the whole step as one graph. Lightning's own backward and step do nothing."""
+
+    def __init__(self, net, transforms, graphed):
+        super().__init__(net, transforms)
+        self.graphed = graphed
+
+    def configure_optimizers(self):
+        (optimizer,), schedules = fused(self)
+
+        def update(x, labels):
+            loss = self.net(x, labels)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.net.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        self.update = self.graphed(update)
+        return [optimizer], schedules
+
+    def training_step(self, batch, index):
+        loss = self.update(*batch)
+        self.log("loss", loss)
+        return loss.requires_grad_()
+
+
 class Manual(Automatic):
     """The whole step is one graph. It leaves no gradients, so Lightning's own step changes nothing, and counts it."""
 
@@ -54,8 +88,7 @@ class Manual(Automatic):
         self.graphed = graphed
 
     def configure_optimizers(self):
-        lr = torch.tensor(0.01, device=self.device)
-        optimizer = torch.optim.AdamW(self.net.parameters(), lr=lr, fused=True, capturable=lr.is_cuda)
+        (optimizer,), schedules = fused(self)
 
         def update(x, labels):
             loss = self.net(x, labels)
@@ -66,7 +99,7 @@ class Manual(Automatic):
             return loss.detach()
 
         self.update = self.graphed(update)
-        return [optimizer], [StepLR(optimizer, 1, gamma=0.5)]
+        return [optimizer], schedules
 
     def training_step(self, batch, index):
         self.log("loss", self.update(*batch))
@@ -87,8 +120,7 @@ class ManualScaled(Manual):
     """The whole step is one graph, the scaler's part included."""
 
     def configure_optimizers(self):
-        lr = torch.tensor(0.01, device=self.device)
-        optimizer = torch.optim.AdamW(self.net.parameters(), lr=lr, fused=True, capturable=lr.is_cuda)
+        (optimizer,), schedules = fused(self)
         scaler = self.trainer.precision_plugin.scaler
 
         def update(x, labels):
@@ -102,7 +134,7 @@ class ManualScaled(Manual):
             return loss.detach()
 
         self.update = self.graphed(update)
-        return [optimizer], [StepLR(optimizer, 1, gamma=0.5)]
+        return [optimizer], schedules
 
 
 class ManualInPython(Automatic):
@@ -172,6 +204,24 @@ def test_automatic_optimization(net, data, backend, device, tmp_path):
     assert replays(captured.net) > 40
 
 
+def test_automatic_optimization_with_the_whole_step(net, data, backend, device, tmp_path):
+    """Beside what Lightning does by itself, its clipping, its schedule and its checkpoints included."""
+    plain = Automatic(copy.deepcopy(net), [])
+    plain.configure_optimizers = lambda: fused(plain)
+    transforms = [cudagraph_transform(backend=backend)]
+    whole = Whole(net, transforms, lambda update: graphed_step(update, backend=backend))
+    checkpoint = None
+    for epochs in (4, 6):
+        expected, saved = fit(plain, data, device, tmp_path, epochs, checkpoint, gradient_clip_val=0.5)
+        found, checkpoint = fit(whole, data, device, tmp_path, epochs, checkpoint)
+        same(found, expected)
+        plain.zero_grad()
+        same_state(whole, plain)
+        states = [torch.load(path, weights_only=False)["optimizer_states"] for path in (checkpoint, saved)]
+        same(*states)
+        assert whole.update.replays >= (12 if epochs == 4 else 4), whole.update.in_python
+
+
 def test_manual_optimization(net, data, backend, device, tmp_path):
     plain = Manual(copy.deepcopy(net), [], lambda update: update)
     transforms = [cudagraph_transform(backend=backend)]
@@ -236,8 +286,15 @@ def test_bfloat16(net, data, backend, device, tmp_path):
     assert graphed.update.replays >= 12, graphed.update.in_python
 
 
-def test_the_recipe_of_the_readme(capsys):
+def test_the_recipes_of_the_readme(capsys):
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    (recipe,) = re.findall(r"^```py\n(import lightning.*?)^```$", readme, re.MULTILINE | re.DOTALL)
-    exec(recipe, {"__name__": "recipe"})
+    methods, recipe = re.findall(
+        r"^```py\n((?:def configure_|import lightning).*?)^```$", readme, re.MULTILINE | re.DOTALL
+    )
+    names = {"__name__": "recipe", "graphed_step": graphed_step}
+    exec(recipe, names)
     assert "6 of 8 calls and 6 of 8 backwards replayed" in capsys.readouterr().out
+    exec(methods, names)
+    kind = type("Whole", (names["Model"],), {name: names[name] for name in ("configure_optimizers", "training_step")})
+    L.Trainer(max_epochs=1, logger=False, enable_checkpointing=False).fit(model := kind(), names["loader"])
+    assert model.update.calls == 8 and model.update.replays == 5, model.update.in_python

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import thunder
 import torch
-from support import without_inductor
+from support import run_what_inductor_gets
 from thunder.core.proxies import TensorProxy
 from thunder.extend import OperatorExecutor
 
@@ -142,6 +142,32 @@ def test_advice_of_a_module_that_does_not_compile_as_a_number_is_unknown(fn, adv
     assert "To try: for a " in str(explain(compiled)) and advice in str(explain(compiled))
 
 
+@torch.library.custom_op("thunder_cg_tests::positive", mutates_args=())
+def positive(x: torch.Tensor) -> torch.Tensor:
+    return x[x > 0].clone()
+
+
+@positive.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(torch.library.get_ctx().new_dynamic_size())
+
+
+@pytest.mark.parametrize(
+    ("of_size", "operator", "advice"),
+    [
+        (torch.nonzero, "aten.nonzero", "use a form with a fixed size"),
+        (positive, "thunder_cg_tests.positive", "do what this line does outside of the compiled function"),
+    ],
+)
+def test_advice_where_dynamo_ends_a_graph_as_a_size_is_not_known(of_size, operator, advice):
+    torch._dynamo.reset()
+    compiled = thunderfx(lambda x: of_size(x.sin() * 2).sum() * 2, backend="tape")
+    compiled(torch.ones(3))
+    (ended,) = explain(compiled).breaks
+    assert ended.reason == f"the size of what {operator} returns depends on what tensors hold"
+    assert ended.fix.startswith(advice)
+
+
 @pytest.mark.parametrize("compiles", ["jit", "thunderfx"])
 def test_advice_for_bincount_holds_in_training(compiles):
     class Counts(torch.nn.Linear):
@@ -267,9 +293,10 @@ def test_advice_for_a_graph_break_of_dynamo_gives_one_region_and_the_same_gradie
     ids=["vmap", "grad", "numpy", "unknown"],
 )
 @pytest.mark.nightly_after(3)
+@pytest.mark.usefixtures("cut")
 def test_advice_for_what_inductor_gets(monkeypatch, fn, operators, advice, better):
     """The operators are the user's, without those that Dynamo makes of a transform; so are names of inputs."""
-    without_inductor(monkeypatch, joined=False)
+    run_what_inductor_gets(monkeypatch)
     x = torch.tensor([[0.1, 0.2], [0.3, 0.4]])
     torch._dynamo.reset()
     broken, mended = (thunderfx(around(each), backend="tape") for each in (fn, better))
@@ -288,7 +315,7 @@ def test_advice_for_an_assert(monkeypatch):
         torch._assert_async(torch.isfinite(y).all(), "not finite")  # as Dynamo has an assert; pytest has another
         return y.cos()
 
-    without_inductor(monkeypatch, joined=False)
+    run_what_inductor_gets(monkeypatch)
     torch._dynamo.reset()
     compiled = thunderfx(checks, backend="tape")
     compiled(torch.ones(2))
@@ -299,7 +326,7 @@ def test_advice_for_an_assert(monkeypatch):
 
 @pytest.mark.parametrize("in_place", [True, False])
 def test_advice_for_an_argument_that_is_written(monkeypatch, in_place):
-    without_inductor(monkeypatch, joined=False)
+    run_what_inductor_gets(monkeypatch)
     torch._dynamo.reset()
     compiled = thunderfx(lambda x: torch.cos(torch.sin(x.mul_(2) if in_place else x * 2)), backend="tape")
     compiled(torch.tensor([0.1, 0.2], requires_grad=True) * 1)
@@ -539,8 +566,9 @@ _TABLE = torch.nn.Embedding(10, 4)
     ],
     ids=["index_put", "complex", "max_norm"],
 )
+@pytest.mark.usefixtures("cut")
 def test_advice_for_what_has_other_gradients(monkeypatch, fn, advice, better):
-    without_inductor(monkeypatch, joined=False)
+    run_what_inductor_gets(monkeypatch)
     with torch.no_grad():
         _TABLE.weight.copy_(_TABLE.weight.renorm(2, 0, 1.0))
     x = torch.rand(3, 4, requires_grad=True)
@@ -564,7 +592,7 @@ def test_data_of_a_tensor_is_detached(monkeypatch):
         y.data.mul_(2)
         return y.sin()
 
-    without_inductor(monkeypatch, joined=False)
+    run_what_inductor_gets(monkeypatch)
     for function in (scales, writes, lambda x: (x.sin() * 2, (x * 2).data)):
         torch._dynamo.reset()
         compiled, x = thunderfx(function, backend="tape"), torch.rand(3, requires_grad=True)

@@ -192,6 +192,7 @@ def test_many_shapes_warn_once(transform, device, warnings):
     assert (
         "7 shapes of x so far ((1, 2), (2, 2), (3, 2), ...)" in warning
         and "; if only the last batch differs, drop_last=True; if it is a cache that grows" in warning
+        and "cache_implementation=" in warning
     )
 
 

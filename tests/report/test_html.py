@@ -80,11 +80,32 @@ def test_every_verdict_has_its_own_colour_and_captured_rows_are_folded(report: R
     assert [row[1] for row in (unpack, fusion, item, tanh)] == [False, True, False, True]
 
 
+def test_versions_that_differ_in_sizes_only_are_folded(report: Report) -> None:
+    (trace,) = report.traces
+    fine = replace(trace, regions=tuple(replace(region, failure=None) for region in trace.regions))
+    page = replace(
+        report, traces=(fine, replace(fine, entry=1), replace(fine, entry=2, ops=trace.ops[1:]))
+    )._repr_html_()
+    found = re.findall(r"<details( open)?><summary><b>[^<]*version (\d)", page)
+    assert found == [(" open", "0"), ("", "1"), (" open", "2")]
+
+
 def test_a_region_says_what_it_did_and_is_red_if_it_runs_eagerly(report: Report) -> None:
     page = report._repr_html_()
     good, bad = (re.search(f'<summary style="([^"]*)"><b>{name}</b>(.*?)</summary>', page) for name in _REGIONS)
     assert good is not None and "1 op: 1 capture, 2 replays" in good[2] and "ended by: Tensor.item at" in good[2]
     assert bad is not None and "runs eagerly" in bad[2] and bad[1] != good[1]
+
+
+def test_a_region_that_only_ran_eagerly_is_neither_green_nor_red(report: Report) -> None:
+    (trace,) = report.traces
+    fine = trace.regions[0]
+    kinds = (fine, replace(fine, captures=0, eager_runs=0), replace(fine, captures=0, eager_runs=3))
+    pages = [
+        replace(report, traces=(replace(trace, regions=(each, trace.regions[1])),))._repr_html_() for each in kinds
+    ]
+    captured, planned, eager = (re.findall(r'<summary style="([^"]*)"><b>CUDAGraph1', page) for page in pages)
+    assert captured == planned != eager and f'fill="{eager[0].partition(": ")[2]}"' in pages[2].split("CUDAGraph1")[1]
 
 
 _REGIONS = ("CUDAGraph1", "CUDAGraph2")
@@ -163,7 +184,7 @@ def test_picture_has_a_box_for_each_step_and_a_line_for_what_crosses(report: Rep
         "CUDAGraph1: 1 op on cuda:0",
         "Tensor.item: eager",
         "CUDAGraph2: 1 op on cuda:0, runs eagerly",
-        "results, and what is saved for the backward",
+        "results",
     ]
     assert re.findall(r'opacity="0.8">(.*?)</text>', picture) == [
         "1 value, 16 B from inputs",
@@ -172,6 +193,12 @@ def test_picture_has_a_box_for_each_step_and_a_line_for_what_crosses(report: Rep
         "1 value, 1.0 KiB from CUDAGraph1; 1 value, 16 B from CUDAGraph2",
     ]
     assert picture.count('fill="none"') == 6 and "t1: float32[&lt;n&gt;]" in picture
+    (trace,) = report.traces
+    page = replace(report, traces=(trace, replace(trace, kind="backward")))._repr_html_()
+    assert re.findall(r">(results[^<]*|gradients)</text>", page) == [
+        "results, and what is saved for the backward",
+        "gradients",
+    ]
 
 
 def _collective(group: str, issued_by: int, waited_by: int | None, *, overlaps: bool = True) -> CollectiveReport:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import thunder
 import torch
-from support import without_inductor
+from support import run_what_inductor_gets
 
 from thunder_cg import cudagraph_transform, explain, thunderfx
 from thunder_cg.report import GraphBreak, Outside, Report, lines
@@ -17,7 +17,7 @@ from thunder_cg.report import GraphBreak, Outside, Report, lines
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    without_inductor(monkeypatch, joined=False)
+    run_what_inductor_gets(monkeypatch)
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

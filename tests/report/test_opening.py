@@ -210,6 +210,12 @@ def test_what_to_try_goes_by_what_thunder_raised(fn, advice) -> None:
     assert f"To try: {advice}" in said and " at test_opening.py:" in said and said.count("use thunder_cg.thunderfx") < 2
 
 
+def test_what_to_try_where_python_looks_into_a_list() -> None:
+    """Thunder raises when it has traced the function, so no line is known."""
+    said = str(plan(lambda xs: sum(xs), [torch.ones(3), torch.ones(3)]))
+    assert "To try: for sum() of a list, torch.func.functional_call, or modules in a list" in said
+
+
 def test_what_to_try_under_a_mode_whose_hooks_thunder_would_trace(transform, device) -> None:
     jitted, x = thunder.jit(nn.Linear(4, 4).to(device), transforms=[transform()]), torch.ones(2, 4, device=device)
     with pytest.raises(InterpreterError), FlopCounterMode(display=False):

@@ -65,13 +65,18 @@ def test_each_of_dynamos_graphs_is_timed(transform, backend, device):
         torch._dynamo.graph_break()
         return torch.tanh(y) * 3
 
+    x = torch.ones(3, device=device, requires_grad=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         compiled = thunderfx(broken, backend=backend)
-        report = profile(compiled, torch.ones(3, device=device))
+        for _ in range(4):
+            compiled(x).sum().backward()
+        report = profile(compiled, x)
     torch._dynamo.reset()
     regions = [region for trace in report.traces for region in trace.regions]
-    assert len(regions) == 2 and all(region.microseconds > 0 for region in regions)
+    assert len(regions) == 4 and all(region.microseconds > 0 for region in regions)
+    replays = [recording.replays for recording in report.memory.recordings]
+    assert replays == [2, 2], "the arguments of the second graph hold no memory pool of the first one"
 
 
 @pytest.mark.parametrize("compiler", ["thunder", "thunderfx", "method"])
@@ -118,19 +123,21 @@ def test_what_is_not_compiled_is_not_called() -> None:
         profile(never, torch.ones(1))
 
 
-def test_only_calls_of_the_user_count(transform, device):
+@pytest.mark.parametrize("is_expanded", [True, False])
+def test_only_calls_of_the_user_count(transform, device, is_expanded):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).to(device)
     jitted = thunder.jit(model, transforms=[transform()])
     x = torch.ones(2, 4, device=device)
+    gradient = torch.ones((), device=device).expand(2, 4) if is_expanded else torch.ones_like(x)  # as sum() gives
     for _ in range(5):
-        jitted(x).backward(torch.ones_like(x))  # as `profile` does
+        jitted(x).backward(gradient)
     before, said = str(explain(jitted)).partition("\n\n")[0], "compiled version 0, 3 replays: needs"
     assert said in str(explain(jitted))
     assert "3 of 5 calls and 3 of 5 backwards replayed" in before
     assert str(profile(jitted, x)).startswith("\n".join(before.splitlines()[:2]))
     assert str(explain(jitted)).partition("\n\n")[0] == before and said in str(explain(jitted))
-    jitted(x).backward(torch.ones_like(x))  # as `profile` does
-    assert "4 of 6 calls and " in str(explain(jitted))
+    jitted(x).backward(gradient)
+    assert "4 of 6 calls and 4 of 6 backwards replayed" in str(explain(jitted))
 
 
 def test_a_call_that_thunder_cannot_compile_does_not_count(transform, device):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import thunder
 import torch
-from support import programs, without_inductor
+from support import programs, run_what_inductor_gets
 
 from thunder_cg import cudagraph_transform, explain, thunderfx
 from thunder_cg.errors import NotCompiledError
@@ -132,7 +132,7 @@ def test_calls_of_dynamos_graphs_without_regions_are_counted() -> None:
 
 
 def test_what_thunder_leaves_to_inductor_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_inductor(monkeypatch, joined=False)
+    run_what_inductor_gets(monkeypatch)
     compiled = _thunderfx(half_supported, transforms=[cudagraph_transform(backend="tape")])
     compiled(torch.randn(4))
     report = explain(compiled)
@@ -147,14 +147,28 @@ def test_what_thunder_leaves_to_inductor_is_not_silent(monkeypatch: pytest.Monke
         assert "half_supported, graph 0, is cut into 1 piece of Thunder's and 1 of Inductor's" in said
 
 
+@pytest.mark.usefixtures("cut")
 def test_what_inductor_gets_is_an_error_with_strict_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_inductor(monkeypatch, joined=False)
+    run_what_inductor_gets(monkeypatch)
     monkeypatch.setattr("thunder_cg.dynamo.compiler.objections", lambda *_: _object_to_sinc)
     line = f"{Path(__file__).name}:{half_supported.__code__.co_firstlineno + 1}"
     with pytest.raises(
         torch._dynamo.exc.BackendCompilerFailed, match=rf"sinc at {line}: runs eagerly, as Inductor got it"
     ):
         thunderfx(half_supported, backend="tape", strict="ops")(torch.randn(4))
+
+
+def test_what_inductor_compiles_in_a_graph_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_what_inductor_gets(monkeypatch)
+    monkeypatch.setattr("thunder_cg.dynamo.compiler.objections", lambda *_: _object_to_sinc)
+    compiled = thunderfx(half_supported, backend="tape")
+    with torch.no_grad():
+        compiled(torch.randn(4))
+    report = explain(compiled)
+    line = f"{Path(__file__).name}:{half_supported.__code__.co_firstlineno + 1}"
+    assert [(part.operator, part.line) for part in report.joined] == [("sinc", line)] and not report.outside
+    assert f"by Inductor in the place of Thunder:\n  {line}: sinc: it is left out by a test\n" in str(report)
+    assert report.to_dict()["joined"][0]["operator"] == "sinc"
 
 
 def _object_to_sinc(node: torch.fx.Node) -> str | None:

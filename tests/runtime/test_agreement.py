@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from datetime import timedelta
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -49,6 +50,8 @@ def store(monkeypatch: pytest.MonkeyPatch) -> HashStore:
     monkeypatch.setattr(distributed, "store", lambda group: made)
     monkeypatch.setattr(distributed, "is_alive", lambda group: True)
     monkeypatch.setattr(distributed, "ranks", lambda group: [*range(group.size())])
+    issued = count()
+    monkeypatch.setattr(distributed, "progress", lambda group: {"cpu": next(issued)})
     monkeypatch.setattr(agreement, "_TIMEOUT", 0.02)
     monkeypatch.setattr(agreement, "_CAPTURE_TIMEOUT", 0.03)
     return made
@@ -105,6 +108,23 @@ def test_functions_of_one_group_count_together(store: HashStore, group: Group) -
     assert said(store) == "2 no: it warms up"
 
 
+@pytest.mark.parametrize("issued", [{"cpu": 7}, {}], ids=["", "by a backend that does not count"])
+def test_a_call_that_raises(
+    store: HashStore, group: Group, issued: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it has communicated, while another rank waits for it: the next call has its number, if that is known."""
+    monkeypatch.setattr(distributed, "progress", lambda group: dict(issued))
+    collectives = Collectives([group, other := Group()], asks=True, watch=watched)
+    calls, is_known = agreement._states[other], bool(issued)
+    for _ in range(2):
+        collectives.next_round().decline("it warms up")
+    assert said(store) == f"{2 - is_known} no: it warms up"
+    assert not collectives.meets() and calls.next_call == (3 - 2 * is_known,)
+    collectives.count_replay()
+    collectives.next_round(replays=True)  # PyTorch does not count what is in a graph
+    assert calls.next_call == (5 - 2 * is_known,)
+
+
 def test_a_step_is_one_call(store: HashStore, group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is in it, replayed or in Python. A capture is none, and neither is a step that does not communicate."""
     issued = {"cpu": 0}
@@ -112,12 +132,17 @@ def test_a_step_is_one_call(store: HashStore, group: Group, monkeypatch: pytest.
     monkeypatch.setattr(distributed, "progress", lambda group: dict(issued))
     monkeypatch.setattr(distributed, "capture_problem", lambda group, device_type: None)
     collectives = Collectives([group], asks=True, watch=watched)
-    for communicates in (collectives.count_replay, lambda: issued.update(cpu=1)):
+
+    def communicate() -> None:
+        issued["cpu"] += 1
+
+    for communicates in (collectives.count_replay, communicate):
         votes = Round([group], asks=True)
         votes.decline("it runs in Python")
         with call_of_step("cpu", votes) as call:
             communicates()
             collectives.next_round().decline("it warms up")
+            communicate()
         assert call.groups == [group] and call.objection is None
         assert said(store, depth=2) in ("1.2 no: it warms up", "2.1 no: it warms up")
     assert said(store) == "2 no: it runs in Python" and said(store, depth=2).startswith("2.1 ")
@@ -126,10 +151,10 @@ def test_a_step_is_one_call(store: HashStore, group: Group, monkeypatch: pytest.
         votes = Round([group], asks=True)
         votes.decline("it runs in Python")
         with call_of_step("cpu", None if is_capture else votes, is_capture=is_capture) as call:
-            if is_capture:
-                collectives.next_round().decline("inside another capture")
+            collectives.next_round().decline("inside another capture, or raises")
+            issued["cpu"] += is_capture
         assert call.groups == [group] * is_capture
-    assert said(store) == "4 " and said(store, depth=2).startswith("2.1 ")
+    assert said(store) == "4 " and said(store, depth=2).startswith("4.1 ")
     Other(store).says(4, "before", "subject")
     collectives.next_round().ask("before", "subject")
 

@@ -88,7 +88,7 @@ def test_a_fast_replay(fake):
     for each in copies:
         each.record(fixed)
         each.bind("executable")
-    stream = SimpleNamespace(index=0, lock=nullcontext(), last_raw=7)
+    stream = SimpleNamespace(index=0, lock=nullcontext(), order=SimpleNamespace(last_raw=7))
     replay = graph._make_fast_replay(
         stream, cuda.graph_launcher("executable"), *(each.set_addresses for each in copies)
     )

@@ -16,6 +16,7 @@ from thunder_cg import cudagraph_transform, release
 from thunder_cg.compat import cuda
 from thunder_cg.runtime import tape
 from thunder_cg.runtime.cuda.pool import CudaPool
+from thunder_cg.runtime.cuda.streams import StreamOrder
 from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.recording import RegionGraph
 from thunder_cg.runtime.region import RuntimeRegion
@@ -325,7 +326,7 @@ def test_a_storage_keeps_its_private_pool_and_nothing_else_does(monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     for end in ("freed", "moved"):
         pool = CudaPool.__new__(CudaPool)
-        pool._private_pool, pool._index, pool._last = PrivatePool(), 0, None
+        pool._private_pool, pool._index, pool._order = PrivatePool(), 0, StreamOrder(0)
         kept, held = weakref.ref(pool._private_pool), torch.ones(16)
         pool.disown([held])
         view = held.view(4, 4)

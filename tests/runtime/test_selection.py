@@ -193,6 +193,15 @@ def test_noise_does_not_decide(clock: Clock) -> None:
     assert [*left_eager(graphed)] == ["CUDAGraph3"]
 
 
+def test_the_advice_for_a_region_that_is_its_whole_trace(clock: Clock) -> None:
+    clock.takes("CUDAGraph1", graph=30, eager=12)
+    graphed = thunder.jit(lambda x: torch.tanh(x).sin() * 2, transforms=[measured()])
+    for _ in range(2 * _CALLS + 3):
+        graphed(torch.ones(3))
+    said = "30.0 µs as a graph, 12.0 µs eagerly"
+    assert left_eager(graphed) == {"CUDAGraph1": f'{said}; capture it with select="all"'}
+
+
 def test_what_is_left_is_timed_anew_until_all_of_it_pays(clock: Clock) -> None:
     """A region that gets copies from an eager one, where a graph handed it fixed addresses, may pay no more."""
     clock.takes("CUDAGraph1", graph=90, eager=60)

@@ -86,15 +86,27 @@ def test_arenas_of_one_thread_and_stream_share_workspaces_and_are_ordered(fake):
     here, there = fake.current, FakeStream(8)
     fake.current = there
     assert prepared() is not first and there.waited_for == []
-    assert first.follow() == 8 and there.waited_for == [7]  # a graph of the first stream's arenas on the second
-    assert first.follow() == 8 and there.waited_for == [7]
+    assert first.order.follow() == 8 and there.waited_for == [7]  # a graph of the first stream's arenas on the second
+    assert first.order.follow() == 8 and there.waited_for == [7]
     fake.current = here
-    assert first.follow() == 7 and here.waited_for == [8]
+    assert first.order.follow() == 7 and here.waited_for == [8]
     found = []
     thread = threading.Thread(target=lambda: found.append(prepared()))
     thread.start()
     thread.join()
     assert found[0] is not first
+
+
+def test_draws_follow_the_stream_that_drew_last(fake, monkeypatch):
+    monkeypatch.setattr(streams, "_draws", {})
+    here, there = fake.current, FakeStream(0)  # the default stream has this handle
+    streams.wait_for_draws(0)
+    fake.current = there
+    streams.wait_for_draws(1)  # of another device
+    assert here.waited_for == there.waited_for == []
+    streams.wait_for_draws(0)
+    streams.wait_for_draws(0)
+    assert here.waited_for == [] and there.waited_for == [7]
 
 
 def test_workspaces_of_the_last_arena_are_back_at_once(fake):

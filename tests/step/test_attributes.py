@@ -246,6 +246,28 @@ def test_what_is_in_the_way_is_what_the_step_looks_up(step_twins):
     assert not any(each in reason for reason in step.in_python for each in ("loader", "files")), step.in_python
 
 
+def test_a_scheduler_that_only_the_loop_steps(step_twins):
+    """The step's code names it, and does not look at it, as where a flag says who steps it."""
+
+    def make(model, in_step=False):
+        optimizer = SGD(model.parameters(), lr=torch.tensor(0.1, device=step_twins.device), momentum=0.9, fused=True)
+        make.scheduler = scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+        def step(x, y):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            if in_step:
+                scheduler.step()
+            return loss
+
+        return step
+
+    step = step_twins.train(make, 9, lambda *_: make.scheduler.step())
+    assert step.captures == 1 and step.replays >= 5, explain(step)
+
+
 def test_writes_to_other_attributes_collect_nothing(step_twins, monkeypatch):
     trainer = Trainer(step_twins.model())
     step = step_twins.graphed(trainer.step)

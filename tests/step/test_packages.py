@@ -98,7 +98,7 @@ def test_data_of_packages(package, change):
         return package.weigh(trainer.loss, y) * getattr(package, "OTH" + "ER")
 
     state = state_of(step)
-    assert state.holds() and state.again().facts == state.facts and not state.objections
+    assert state.holds() and state.again().facts == state.facts and not state.objection
     CHANGES[change](package, trainer.loss)
     assert not state.holds()
 

@@ -387,7 +387,18 @@ def keeps_a_parameter(model):
     return keep, lambda: keeper.before
 
 
+def keeps_one_tensor_twice(model):
+    keeper = Keeper(model)
+
+    def keep(loss, logits):
+        keeper.loss = loss.detach() * (2 if keeper.loss is keeper.before else 1)
+        keeper.before = keeper.loss
+
+    return keep, lambda: [keeper.loss, keeper.before]
+
+
 REFUSED = {
+    keeps_one_tensor_twice: "one tensor is in keeper.",
     reads_a_history: "detach it: a graph keeps no history",
     keeps_a_history: "detach it: a graph keeps no history",
     writes_in_place: "the step writes to",
@@ -412,3 +423,29 @@ def test_what_is_not_carried(step_twins, make):
     if make is appends_a_history and step_twins.backend == "cuda":  # where the backward joins the streams of the others
         said = "a tensor with a history from before the step is still held"
     assert step.captures == 0 and said in str([*step.in_python]), step.in_python
+
+
+def test_an_argument_that_is_carried(step_twins):
+    def run(graphed):
+        torch.manual_seed(0)
+        layer, keeper = nn.Linear(4, 4).to(step_twins.device), SimpleNamespace(last=None)
+        optimizer = sgd(layer.parameters())
+
+        def step(x):
+            optimizer.zero_grad()
+            y = layer(x)
+            (y.square().mean() * (2 if x is keeper.last else 1)).backward()
+            optimizer.step()
+            keeper.last = y.detach()
+            return keeper.last
+
+        step = step_twins.graphed(step) if graphed else step
+        torch.manual_seed(1)
+        keeper.last = step_twins.batch()[0]
+        found = [step(keeper.last if i % 4 == 3 else step_twins.batch()[0]).clone() for i in range(12)]
+        return [*found, *layer.parameters()], step
+
+    expected, _ = run(False)
+    found, step = run(True)
+    same(found, expected)
+    assert step.replays >= 5 and "an argument shares memory with" in str([*step.in_python]), step.in_python

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import signal
 import subprocess
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -79,11 +82,19 @@ def test_explain_says_what_to_do_if_nothing_is_compiled(tmp_path: Path, capsys: 
     assert (sys.argv, sys.path, sys.modules["__main__"]) == before
 
 
-def test_explain_ends_as_a_script_that_fails(tmp_path: Path) -> None:
+SINE = """
+import thunder, torch
+from thunder_cg import cudagraph_transform
+jsine = thunder.jit(lambda x: torch.sin(x) * 2, transforms=[cudagraph_transform(backend="tape")])
+"""
+
+
+def test_explain_ends_as_a_script_that_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "fails.py"
-    path.write_text("raise SystemExit('no data')")
+    path.write_text(f"{SINE}for _ in range(3): jsine(torch.ones(3))\nraise SystemExit('no data')")
     with pytest.raises(SystemExit, match="no data"):
         main(["explain", str(path)])
+    assert capsys.readouterr().out.startswith("jsine:\nCUDA graphs: 1 of 3 calls replayed")
 
 
 MODELS = """
@@ -212,14 +223,14 @@ def test_warnings_of_other_packages_are_not_printed(monkeypatch: pytest.MonkeyPa
     def warn(argv: Sequence[str]) -> int:
         for module in ("thunder.executors.transformer_engineex", "thunder_cg.transform"):
             warnings.warn_explicit(f"of {module}", UserWarning, "file.py", 1, module)
-        return 3
+        return 3 + logging.getLogger("torch.utils.cpp_extension").isEnabledFor(logging.WARNING)
 
     both = ["of thunder.executors.transformer_engineex", "of thunder_cg.transform"]
-    for options, expected in (([], both[1:]), (["default"], both)):
+    for options, expected in ((["default"], both), ([], both[1:])):
         monkeypatch.setattr(sys, "warnoptions", options)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            assert interruptible(warn, []) == 3
+            assert interruptible(warn, []) == 3 + len(options)
         assert [str(each.message) for each in said] == expected
 
 
@@ -264,6 +275,44 @@ def test_an_interrupted_command_ends_in_one_line(
     monkeypatch.setattr("thunder_cg.__main__._COMMANDS", {"rules": interrupted})
     assert main(["rules"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_an_interruption_of_which_a_package_makes_another_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """As NumPy does, if its import is interrupted."""
+
+    def imports(argv: Sequence[str]) -> int:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise RecursionError from None
+        return 0
+
+    def fails(argv: Sequence[str]) -> int:
+        raise RecursionError
+
+    before = signal.getsignal(signal.SIGINT)
+    assert interruptible(imports, []) == 130 and capsys.readouterr().err == "interrupted\n"
+    with pytest.raises(RecursionError):
+        interruptible(fails, [])
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_explain_says_that_a_compilation_was_interrupted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Thunder makes an error of it, which says that the function cannot be compiled."""
+    path = tmp_path / "models.py"
+    path.write_text(
+        "import signal, torch\nfrom unittest.mock import patch\nfrom thunder.core.trace import TraceCtx\n"
+        "patch.object(TraceCtx, 'add_name', lambda *args: signal.raise_signal(signal.SIGINT)).start()\n"
+        "def make(): return torch.sin, (torch.ones(3),)\n"
+    )
+    try:
+        assert main(["explain", "--html", str(tmp_path / "report.html"), f"{path}:make"]) == 130
+    finally:
+        patch.stopall()
+    said = capsys.readouterr()
+    assert said.err == "interrupted\n"
+    assert "Nothing is compiled. Thunder raised while it compiled, in 1 of 1 call: it was interrupted." in said.out
+    assert {file.name for file in tmp_path.iterdir()} == {"models.py", "report.html"}
 
 
 def test_a_command_whose_reader_has_gone_ends_in_silence() -> None:

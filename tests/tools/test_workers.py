@@ -65,6 +65,29 @@ def test_what_goes_wrong_costs_its_task() -> None:
     assert ends(found["hangs"].result[1]), "what a task started lives on"
 
 
+def blocked_signals(task: str, supervisor: Supervisor) -> None:
+    supervisor.send_result(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+
+
+def test_an_interruption_in_a_terminal_is_for_the_supervisor_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that begins has no group of its own yet."""
+
+    class Process(get_context("fork").Process):  # type: ignore[name-defined, misc]
+        def start(self) -> None:
+            resource_tracker.ensure_running()  # as spawn does, which then allows the signal
+            super().start()
+
+    context = get_context("fork")
+    context.Process = Process
+    monkeypatch.setattr("thunder_cg.tools.workers.get_context", lambda method: context)
+    monkeypatch.setattr(resource_tracker, "_resource_tracker", tracker := resource_tracker.ResourceTracker())
+    monkeypatch.setattr(resource_tracker, "ensure_running", tracker.ensure_running)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    (answer,) = Workers(blocked_signals, ["task"], 1, timeout=60).answers()
+    assert signal.SIGINT in answer.result and signal.SIGINT not in before
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
+
+
 def ends(pid: int) -> bool:
     for _ in range(50):
         try:
@@ -104,7 +127,6 @@ def test_nothing_else_is_at_work_in_a_turn() -> None:
 
 
 def test_processes_that_cannot_be_started() -> None:
-    resource_tracker.ensure_running()  # it would get the environment below, too, and die
     workers = Workers(misbehave, ["fine"], 1, timeout=4, environment={"PYTHONHOME": "/nowhere"})
     with pytest.raises(RuntimeError, match="a worker does not start: the process ended with status 1"):
         list(workers.answers())

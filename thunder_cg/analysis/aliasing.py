@@ -13,8 +13,6 @@ from thunder_cg.analysis import rules
 from thunder_cg.analysis.ops import Op, Ops, Value
 from thunder_cg.analysis.rules import AliasedInputs, Reason
 
-__all__ = ["Aliasing", "chosen"]
-
 _HOLDS_MEMORY = frozenset({"tensor", "future"})
 _CHANGES_STATE = frozenset({Reason.SIDE_EFFECT, Reason.RANDOM_STATE, Reason.DTENSOR})  # DTensors may communicate
 

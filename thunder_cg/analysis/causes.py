@@ -13,8 +13,6 @@ from thunder_cg.analysis.rules import Reason
 from thunder_cg.compat.thunder import NumberProxy
 from thunder_cg.errors import CaptureError
 
-__all__ = ["RootCause", "is_root", "refuse_eager_ops", "root_causes"]
-
 _MAX_PLANS = 16  # a plan of 5,000 ops takes 50 ms; of what more causes add, only their ops are counted
 _ELSEWHERE = frozenset({Reason.NOT_ON_DEVICE, Reason.MIXED_DEVICES})  # an earlier op has left the device
 

@@ -22,11 +22,9 @@ from thunder_cg.analysis.rules import Cause, Reason
 from thunder_cg.analysis.rules.conditions import READS_PAST_VIEW
 from thunder_cg.compat.distributed import capture_problem
 from thunder_cg.compat.lines import BEFORE_BREAK
+from thunder_cg.compat.operators import is_function, is_in_library, library_names
 from thunder_cg.compat.thunder import bound_functions, proxy_shape
-from thunder_cg.compat.torch import is_function, is_in_library, library_names
 from thunder_cg.errors import OptionError
-
-__all__ = ["UserRules", "Verdict", "classify", "is_known", "shown", "split_operators", "unmatched"]
 
 _SIMILAR = 0.7  # of two names, from 0 to 1, that one may be a misspelling of the other
 _VERY_SIMILAR = 0.8  # of one that no trace has
@@ -162,7 +160,8 @@ def _nearest(name: Pattern, names: Iterable[Pattern]) -> str | None:
     if close := difflib.get_close_matches(mine, alike, 1, _SIMILAR) or swapped:
         found = alike[close[0]]
         as_in_advice = (each for each in found if "::" in each)
-        return next(as_in_advice, None) or max(found, key=lambda each: _similarity(name, each))
+        closest = max(found, key=lambda each: difflib.SequenceMatcher(None, name, each).ratio())
+        return next(as_in_advice, closest)
     return next(iter(difflib.get_close_matches(mine, sorted(_known_ids()), 1, _VERY_SIMILAR)), None)
 
 
@@ -181,10 +180,6 @@ def _last_part(name: str) -> str:
         return name.rpartition("::")[2].partition(".")[0]
     parts = name.split(".")
     return parts[3] if name.startswith("torch.ops.") and len(parts) > 3 else parts[-1]
-
-
-def _similarity(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 @cache

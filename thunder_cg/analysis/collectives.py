@@ -12,16 +12,6 @@ from thunder_cg.analysis.dependencies import dependencies
 from thunder_cg.analysis.ops import Op, Ops, Value, process_groups, read
 from thunder_cg.compat import thunder as compat
 
-__all__ = [
-    "Scheduler",
-    "coalesced",
-    "in_order",
-    "of_parallelism",
-    "schedule",
-    "schedule_collectives",
-    "waits_before_writes",
-]
-
 # Bytes of gathers that are issued ahead of their first use, and of reductions that nobody has waited for yet. A link of
 # 50 GB/s takes more than a millisecond for so much, which hides the launch and latency of the next collective. More
 # would only hold more memory: gathered parameters before their use, and the inputs of reductions up to their wait. But

@@ -44,7 +44,8 @@ _HINTS = (
     _Hint(("BatchedTensor", "TensorWrapper", "transform API", "functorch", "wrapper_descriptor"), _TRANSFORMED),
     _Hint(
         ("unhashable type: 'TensorProxy'", f"from {LOOKED_UP}"),
-        "for torch.func.functional_call, or modules in a list, a dict or a global variable, use thunder_cg.thunderfx, "
+        "for sum() of a list, torch.func.functional_call, or modules in a list, a dict or a global variable, use "
+        "thunder_cg.thunderfx, "
         "or hold the modules in a torch.nn.ModuleList of the module that is compiled",
     ),
     _Hint(

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.ops import Op, Ops
 
-__all__ = ["dependencies"]
-
 # Note [Overlapping arguments]
 # Thunder compares only the first addresses of arguments, and no addresses of parameters and buffers, so two of them may
 # overlap unnoticed. Where the trace writes one of them, all count as one memory for the order of reads and writes.

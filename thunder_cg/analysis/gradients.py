@@ -290,7 +290,8 @@ def _follow(op: Op, ops: Ops, tracked: set[str], reduced: set[str]) -> bool:
         if not read or not outputs:
             continue
         tracked.update(outputs)
-        shapes = {proxy_shape(ops.values[name].proxy) for name in (*prim.inputs, *outputs) if _is_tensor(name, ops)}
+        values = [ops.values[name] for name in (*prim.inputs, *outputs)]
+        shapes = {proxy_shape(value.proxy) for value in values if value.kind == "tensor"}
         is_mixed = len(shapes) == 2 and () in shapes and len(prim.inputs) > 1
         is_unsummed = is_unsummed or (is_mixed and not reduced.isdisjoint(read))
         is_reduced = any(name in reduced or proxy_shape(ops.values[name].proxy) for name in read)
@@ -306,10 +307,6 @@ def _prims(op: Op) -> Iterator[Op]:
         yield op
     for sub in op.subs:
         yield from _prims(sub)
-
-
-def _is_tensor(name: str, ops: Ops) -> bool:
-    return ops.values[name].kind == "tensor"
 
 
 def _is_cpu_scalar(value: Value) -> bool:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from thunder_cg.analysis.ops import Ops, names_in
 from thunder_cg.analysis.sources import Stacks, line_behind, users
-from thunder_cg.compat.thunder import Change, TraceCtx, is_guess, leftover_autocast
+from thunder_cg.compat.compilation import Change, leftover_autocast
+from thunder_cg.compat.thunder import TraceCtx, is_guess
 
 _READ = (
     "reads a number that no operator uses, and Thunder runs Python only while it traces, without the number; to log a "

@@ -14,8 +14,6 @@ from thunder_cg.analysis.ops import Ops
 from thunder_cg.analysis.partition import PeakMemory, PlannedTrace, Region
 from thunder_cg.analysis.region_io import RegionIO
 
-__all__ = ["MemoryEstimate", "parameter_gradients"]
-
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:

@@ -19,9 +19,8 @@ from thunder_cg.analysis.sources import SourceLine, Stacks, line_behind, user_fr
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.distributed import ProcessGroup
 from thunder_cg.compat.lines import arguments_at, is_in_library
-from thunder_cg.compat.torch import Settings, is_cudagraph_unsafe, library_names
-
-__all__ = ["Op", "Ops", "Value", "computing", "names_in", "process_groups", "read"]
+from thunder_cg.compat.operators import is_cudagraph_unsafe, library_names
+from thunder_cg.compat.torch import Settings
 
 _DROPPED = frozenset({"DEL", "COMMENT"})  # the transform computes dels again; comments do nothing
 _BOOKKEEPING = frozenset({
@@ -220,12 +219,9 @@ def names_in(tree: Any) -> set[str]:
 
 def process_groups(ops: Iterable[Op]) -> list[ProcessGroup]:
     """The groups that the ops communicate in, in order of first use."""
-    found = (leaf for op in ops if op.communicates for leaf in _call_leaves(op))
-    return list(dict.fromkeys(leaf for leaf in found if isinstance(leaf, ProcessGroup)))
-
-
-def _call_leaves(op: Op) -> Iterable[Any]:
-    return compat.tree_flatten_with_dataclass((op.symbol.args, op.symbol.kwargs))[0] if op.symbol is not None else ()
+    symbols = (op.symbol for op in ops if op.communicates and op.symbol is not None)
+    leaves = (leaf for s in symbols for leaf in compat.tree_flatten_with_dataclass((s.args, s.kwargs))[0])
+    return list(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, ProcessGroup)))
 
 
 def _near(ops: Sequence[Op], forward: Ops | None) -> dict[str, Op]:
@@ -233,7 +229,7 @@ def _near(ops: Sequence[Op], forward: Ops | None) -> dict[str, Op]:
     if forward is not None:
         near.update(forward.near)
         results = _results(forward.ops[-1].symbol)
-        gradients = next((op.outputs for op in ops if op.inputs == ("cotangents",) and op.outputs), ())
+        gradients = gradients_in(ops)
         if len(results) == len(gradients):
             near.update((g, near[result]) for g, result in zip(gradients, results) if result in near)
     for op in ops:
@@ -244,6 +240,11 @@ def _near(ops: Sequence[Op], forward: Ops | None) -> dict[str, Op]:
             for name in op.inputs:
                 near.setdefault(name, op)
     return near
+
+
+def gradients_in(ops: Iterable[Op]) -> tuple[str, ...]:
+    """Names of the gradients that a backward gets, in the order of the results of its forward."""
+    return next((op.outputs for op in ops if op.inputs == ("cotangents",) and op.outputs), ())
 
 
 def _results(returned: compat.BoundSymbol | None) -> list[str]:

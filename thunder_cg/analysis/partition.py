@@ -13,8 +13,6 @@ from thunder_cg.analysis.dependencies import dependencies
 from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.analysis.rules import Reason
 
-__all__ = ["Eager", "Plan", "PlannedTrace", "Region", "partition"]
-
 # Regrouping may raise the estimated peak memory by this factor over trace order, no further. An increase of at most as
 # many bytes as the slack never matters: torch's allocator asks the device for no smaller segment.
 _PEAK_GROWTH = 1.10

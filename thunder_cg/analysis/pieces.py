@@ -8,8 +8,6 @@ from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.collectives import Scheduler
 from thunder_cg.analysis.ops import Ops
 
-__all__ = ["compute_in_pieces"]
-
 # Bytes of collectives for each piece, and how many pieces there are at most: each is compiled by itself. The last
 # reductions have no compute to run beside.
 _PIECE, _PIECES = 32 << 20, 16

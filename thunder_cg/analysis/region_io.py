@@ -11,8 +11,6 @@ from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.analysis.partition import Plan, PlannedTrace, Region
 from thunder_cg.analysis.rules import Reason
 
-__all__ = ["RegionIO", "RegionInput", "RegionOutput", "region_io"]
-
 # An eager operator with one of these reasons may keep its inputs, return views of them, or write them.
 _MAY_KEEP_INPUTS = frozenset({Reason.UNKNOWN, Reason.USER_DENY, Reason.SIDE_EFFECT})
 

@@ -45,8 +45,9 @@ from thunder.extend import OperatorExecutor, register_executor
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 
+from thunder_cg.compat.compilation import note_call, note_change
 from thunder_cg.compat.distributed import is_alive
-from thunder_cg.compat.thunder import is_ours, note_call, note_change
+from thunder_cg.compat.thunder import is_ours
 
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _LITERALS = (str, int, float, bool, NoneType)

@@ -17,41 +17,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import _maybe_wrap_tensor as wrap_functional, wait_tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _coalescing_manager, _get_process_group_store, _world
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from thunder_cg.compat.torch import tensors_in, tree_map_only
-
-__all__ = [
-    "ProcessGroup",
-    "Store",
-    "Work",
-    "before_shutdown",
-    "begun",
-    "capture_problem",
-    "coalesce",
-    "coalescing",
-    "communicates",
-    "default_group",
-    "functional_call",
-    "functional_collectives",
-    "group_named",
-    "groups",
-    "is_alive",
-    "is_distributed",
-    "is_torchs_own",
-    "may_be_uncapturable",
-    "progress",
-    "ranks",
-    "run",
-    "setting_of_nccl",
-    "store",
-    "timeout",
-    "told_of_collectives",
-    "uncapturable",
-    "wait_tensor",
-    "why_not_in_step",
-    "wrap_functional",
-]
 
 
 def capture_problem(group: ProcessGroup, device_type: str) -> tuple[str, str] | None:
@@ -219,6 +188,27 @@ def why_not_in_step(module: torch.nn.Module) -> tuple[str, str] | None:
         return _DDP
     is_fsdp = any(kind.__module__.startswith("torch.distributed.fsdp.") for kind in type(module).__mro__)
     return _FSDP if is_fsdp else None
+
+
+def makes_dtensors(hook: Any) -> bool:
+    """Whether a hook is one by which a module that is parallelized has DTensors as its inputs, or as its results."""
+    module = getattr(hook, "__module__", None)
+    return module in ("torch.distributed.tensor._api", "torch.distributed.tensor.parallel.style")
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """What has the memory of a DTensor: its part on this rank. Any other tensor is its own."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def layout_of_dtensor(tensor: torch.Tensor) -> Any:
+    """What says which part of a DTensor this rank has: the same object while that is so. None for any other tensor."""
+    return tensor._spec if isinstance(tensor, DTensor) else None
+
+
+def allows_implicit_replication() -> bool:
+    """Whether DTensors take plain tensors for replicated ones on this thread."""
+    return bool(DTensor._op_dispatcher._allow_implicit_replication)
 
 
 def is_distributed() -> bool:

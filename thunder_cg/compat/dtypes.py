@@ -15,7 +15,7 @@ from thunder.core import dtypes, proxies
 from thunder.core.compile_data import _compile_data
 from thunder.core.proxies import TensorProxy
 
-from thunder_cg.compat.thunder import has_pytorchs_numbers
+from thunder_cg.compat.compiled import has_pytorchs_numbers
 
 _infer = proxies._infer_tensor_properties
 _copysign = clang.copysign

@@ -26,21 +26,6 @@ from thunder_cg.compat.distributed import default_group
 from thunder_cg.compat.dynamo_scope import scope_dynamo
 from thunder_cg.compat.lines import BEFORE_BREAK, is_torchs
 
-__all__ = [
-    "MODE",
-    "CodeAtLimit",
-    "CompiledFunction",
-    "GraphInputs",
-    "ThunderCompiler",
-    "at_limit",
-    "break_behind",
-    "gave_up",
-    "get_torch_compile_kwargs",
-    "inputs_of",
-    "recompiled",
-    "users_names",
-]
-
 
 class CompiledFunction(ThunderFXCompiledObject):
     """What Thunder's ``thunderfx`` returns; a ``torch.compile`` around it calls it, and does not compile the original.

@@ -27,8 +27,6 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from thunder_cg.compat.thunder import connect_to_autograd
 
-__all__ = ["TensorifyScalarRestartAnalysis", "dynamo_callback", "scope_dynamo", "specialize"]
-
 _LOG_METHODS = re.compile(r"(debug|info|warning|warn|error|critical|fatal|log)(_once|_advice)?")  # they return None
 _call_method_of_logger = misc.LoggingLoggerVariable.call_method
 _wrap_symfloat = builder.VariableBuilder.wrap_symfloat
@@ -67,7 +65,7 @@ def scope_dynamo(function: Any) -> None:
             return _SKIP
         with (
             history.in_use(),
-            _logging_after_graphs(),
+            patch.object(misc.LoggingLoggerVariable, "call_method", _log_after_graph),
             _floats_constant_at_first(),
             _reading_constants(),
             _counting_versions_of(backend),
@@ -154,11 +152,6 @@ def _reading_constants() -> AbstractContextManager[Any]:
     return patch.object(TensorVariable, "method_item", item)
 
 
-def _logging_after_graphs() -> AbstractContextManager[Any]:
-    """Has a call of a logger made after the graph, in each call. Dynamo would end the graph there."""
-    return patch.object(misc.LoggingLoggerVariable, "call_method", _log_after_graph)
-
-
 def specialize(numbers: Iterable[Any]) -> None:
     """Has Dynamo trace the frame anew with the Python floats that these are computed from as constants.
 
@@ -168,19 +161,17 @@ def specialize(numbers: Iterable[Any]) -> None:
         TensorifyScalarRestartAnalysis: Dynamo is to catch it, and there is a float among them.
     """
     floats = [number for number in numbers if isinstance(number, (torch.SymFloat, torch.SymBool, torch.SymInt))]
-    symbols = {symbol.name for each in floats for symbol in each.node.expr.free_symbols if _is_float(symbol)}
-    if new := [symbol for symbol in symbols if not TensorifyState.should_specialize(symbol)]:
-        for symbol in new:
-            TensorifyState.specialize(symbol)
+    symbols = {symbol for each in floats for symbol in each.node.expr.free_symbols}
+    names = {symbol.name for symbol in symbols if symbol_is_type(symbol, SymT.FLOAT)}
+    if new := [name for name in names if not TensorifyState.should_specialize(name)]:
+        for name in new:
+            TensorifyState.specialize(name)
         raise TensorifyScalarRestartAnalysis
 
 
-def _is_float(symbol: Any) -> bool:
-    return bool(symbol_is_type(symbol, SymT.FLOAT))
-
-
 def _log_after_graph(logger: Any, tx: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Traces a call of a logger: it is made after the graph if its arguments cannot change until then."""
+    """Traces a call of a logger, where Dynamo would end the graph: in each call, it is made after the graph, if its
+    arguments cannot change until then."""
     functions = config.ignore_logging_functions
     method = getattr(logger.value, name, None)
     ignored = method in functions or getattr(method, "__func__", None) in functions

@@ -9,7 +9,6 @@ from __future__ import annotations
 import linecache
 import os
 import re
-import sys
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -21,18 +20,6 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace_interpreter import TraceSubstitutionProcessor
 
 from thunder_cg.compat.thunder import is_ours
-
-__all__ = [
-    "BEFORE_BREAK",
-    "PACKAGES",
-    "arguments_at",
-    "is_in_library",
-    "is_pythons",
-    "is_torchs",
-    "is_tracers",
-    "keep_lines",
-    "line_in_trace",
-]
 
 BEFORE_BREAK = "a value from before the graph break"  # which has no name in the user's code
 _copy = BoundSymbol.from_bsym

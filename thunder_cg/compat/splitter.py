@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import cache
 from inspect import getclosurevars
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -33,7 +33,6 @@ from thunder_cg.compat.torch import tensors_in, tree_flatten, tree_leaves
 
 __all__ = [
     "GET_DATA",
-    "DataDependentOutputException",
     "can_trace",
     "can_trace_all",
     "checkpoints",
@@ -62,6 +61,7 @@ __all__ = [
     "on_examples",
     "operator_name",
     "read_number",
+    "reads_values",
     "symbols_of_sizes",
     "without_gradient",
 ]
@@ -103,21 +103,35 @@ class _Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _calls_of(node: Node, function: Callable[..., Any]) -> list[str]:
+    """The operators that run in a call of the function where the node is, with its autocasts."""
+    calls = _Calls()
+    with ExitStack() as stack:
+        for kind, dtype, enabled in _autocasts_at(node):
+            stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
+        on_examples(function, example(node.args), example(node.kwargs), inside=calls)
+    return calls.names
+
+
+def reads_values(node: Node, function: Callable[..., Any]) -> bool:
+    """Whether the function that a node calls reads on the host what a tensor holds."""
+    try:
+        _calls_of(node, function)
+    except DataDependentOutputException:
+        return True
+    return False
+
+
 def depends_on_autocast(node: Node, function: Callable[..., Any]) -> bool:
     """Whether the autocast that a node is inside of casts what the function that it calls gets, or what is inside."""
-    args, kwargs, casts = example(node.args), example(node.kwargs), [*_autocasts_at(node)]
-    calls, without = _Calls(), _Calls()
-    with ExitStack() as stack:
-        for kind, dtype, enabled in casts:
-            stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
-        on_examples(function, args, kwargs, inside=calls)
-    if not casts:
+    if not any(_autocasts_at(node)):
         return False
+    without = _Calls()
     try:
-        on_examples(no_autocast(function), args, kwargs, inside=without)
+        on_examples(no_autocast(function), example(node.args), example(node.kwargs), inside=without)
     except RuntimeError:  # of two dtypes
         return True
-    return calls.names != without.names
+    return _calls_of(node, function) != without.names
 
 
 def for_splitter(function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -487,6 +501,30 @@ def can_trace_all(module: GraphModule, options: dict[str, Any]) -> bool:
 def checkpoints(graph: Graph) -> list[Node]:
     """The calls of checkpointed functions, whose graphs are submodules."""
     return [*graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint)]
+
+
+class SeenNode(NamedTuple):
+    """What a report needs of a node of Dynamo's graph: the user's stack, as text, and how to call the operator.
+
+    ``operator`` is None where the splitter names it well; ``is_users`` is False where Dynamo made the node of a
+    transform of ``torch.func``.
+    """
+
+    stack: str | None
+    operator: str | None
+    is_users: bool
+
+    @classmethod
+    def of(cls, node: Node) -> SeenNode:
+        operator = numpy_name(node)
+        if node.target is getattr:
+            operator = f"Tensor.{node.args[1]}"
+        elif node.target is GET_DATA:
+            operator = "Tensor.data"
+        return cls(node.stack_trace, operator, not is_of_transform(node))
+
+
+JOINED = "thunder_cg_joined"  # in the meta of a node that stands for others: a `SeenNode` of each, by its name
 
 
 def is_of_transform(node: Node) -> bool:

@@ -8,30 +8,20 @@ from __future__ import annotations
 import enum
 import gc
 import inspect
-import linecache
-import re
 import sys
 import types
-import unittest
-import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache, partial, wraps
-from importlib.util import find_spec
+from functools import cache, partial
 from operator import attrgetter
 from typing import Any, TypeVar
-from unittest.mock import patch
 from weakref import ref
 
 import torch
 from torch._C._dynamo import guards as _guards
 from torch._C._dynamo.guards import TensorGuards
-from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-from torch._dynamo.external_utils import wrap_inline
 from torch._dynamo.guards import GuardManagerType
-from torch._library.custom_ops import CustomOpDef
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version_counter
 from torch.distributed._composable_state import _module_state_mapping
@@ -59,37 +49,6 @@ _Result = TypeVar("_Result")
 
 # A context: no `__torch_function__` is called inside, neither of a subclass nor of a mode such as a default device.
 without_torch_functions = torch._C.DisableTorchFunction
-# What `torch.compile` raises where it cannot compile a function, before any of it runs.
-CompileError = TorchDynamoException
-# What it raises, likewise, where it has compiled the function for as many layouts of arguments as it may.
-TooManyLayouts = FailOnRecompileLimitHit
-
-
-def free_layouts() -> AbstractContextManager[None]:
-    """Inside, Inductor leaves the results of what it compiles in whatever layout it has them."""
-    import torch._inductor.config as config  # it is slow to import
-
-    return config.patch(keep_output_stride=False)
-
-
-def call_compiled_through(call: Callable[[Callable[..., Any], Sequence[Any], str], Any]) -> bool:
-    """Has ``call`` called in the place of each graph that Inductor has compiled, with the graph, its arguments and its
-    source. Returns False if Inductor is not loaded, so that it has compiled none.
-    """
-    module: Any = sys.modules.get("torch._inductor.output_code")
-    if module is None:
-        return False
-    graph = module.CompiledFxGraph
-    if not hasattr(original := graph.__call__, "__wrapped__"):
-        graph.__call__ = wraps(original)(lambda self, inputs: call(partial(original, self), inputs, self.source_code))
-    return True
-
-
-def strides_of_results(function: Callable[..., Sequence[Any]], args: Sequence[Any]) -> list[Any]:
-    """The strides of each tensor that the function returns for these arguments. Nothing is computed."""
-    with disable_dispatch_modes(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        results = function(*tree_map_only(torch.Tensor, mode.from_tensor, args))
-        return [result.stride() if isinstance(result, torch.Tensor) else None for result in results]
 
 
 # Tensors
@@ -337,7 +296,8 @@ def autograd_is_active() -> bool:
 
 def default_device_is_set() -> bool:
     """Whether ``torch.set_default_device`` or ``with torch.device(...)`` is in force on this thread."""
-    return bool(function_mode_count()) or "device_context" in torch._GLOBAL_DEVICE_CONTEXT.__dict__
+    default = torch._GLOBAL_DEVICE_CONTEXT.__dict__.get("device_context")  # None after set_default_device(None)
+    return default is not None or bool(function_mode_count())
 
 
 class Settings(enum.Flag):
@@ -472,176 +432,11 @@ def global_hooks() -> list[tuple[str, Mapping[Any, Any]]]:
     ]
 
 
-# Dispatch
-
-# Whether an operator's schema says that it writes to an argument.
-is_mutable: Callable[[Any], bool] = attrgetter("_schema.is_mutable")
-
-
-weight_norm: Callable[..., torch.Tensor] = torch._weight_norm
-pad: Callable[..., torch.Tensor] = torch._C._nn.pad  # F.pad, as Dynamo calls it
-int_mm: Callable[..., torch.Tensor] = torch._int_mm  # of 8 bits, as quantized layers have it
-transformer_encoder_layer: Callable[..., torch.Tensor] = torch._transformer_encoder_layer_fwd
-
-# Matrix products of groups of rows, each with its own matrix, under all names that this version has.
-grouped_mm: tuple[Callable[..., torch.Tensor], ...] = tuple(
-    getattr(module, name)
-    for module, name in ((torch.nn.functional, "grouped_mm"), (torch, "_grouped_mm"))
-    if hasattr(module, name)
-)
-
-
-def is_cudagraph_unsafe(function: Any) -> bool:
-    """Whether an operator of ``torch.library`` has the tag ``torch.Tag.cudagraph_unsafe``, or what a partial calls."""
-    if isinstance(function, partial):
-        return any(map(is_cudagraph_unsafe, (function.func, *function.args)))
-    if isinstance(function, torch._ops.OpOverloadPacket):
-        return any(is_cudagraph_unsafe(getattr(function, name)) for name in function.overloads())
-    return isinstance(function, torch._ops.OpOverload) and torch.Tag.cudagraph_unsafe in function.tags
-
-
-def parameters_of(function: Any, name: str) -> list[list[str]]:
-    """The names of the arguments that an operator of PyTorch's takes by position, for each of its overloads.
-
-    Args:
-        function: a function, or the name of a method.
-        name: the name of the function or method.
-    """
-    if isinstance(function, types.FunctionType):
-        return [[each for each, parameter in inspect.signature(function).parameters.items() if parameter.kind < 2]]
-    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
-    return [
-        ["input" if each.name == "self" else each.name for each in schema.arguments if not each.kwarg_only]
-        for schema in schemas
-    ]
-
-
-def library_names(function: Any) -> tuple[str, ...]:
-    """The names of an operator of ``torch.library``: "ns::op" and "torch.ops.ns.op"; () for anything else."""
-    if isinstance(function, CustomOpDef):
-        function = function._opoverload
-    if isinstance(function, torch._ops.OpOverload):
-        name, overload = function.overloadpacket._qualified_op_name, f".{function._overloadname}"
-    elif isinstance(function, torch._ops.OpOverloadPacket):
-        name, overload = function._qualified_op_name, ""
-    else:
-        return ()
-    whole = f"torch.ops.{name.replace('::', '.')}"
-    return (name, whole, name + overload, whole + overload) if overload else (name, whole)
-
-
-def is_in_library(name: str) -> bool:
-    """Whether ``torch.library`` has an operator of this name: "ns::op" or "torch.ops.ns.op", each with or without an
-    overload.
-    """
-    parts = name.removeprefix("torch.ops.").replace("::", ".").split(".")
-    has_form = "::" in name or name.startswith("torch.ops.")
-    return has_form and len(parts) > 1 and hasattr(getattr(torch.ops, parts[0]), parts[1])
-
-
-def is_function(name: str) -> bool:
-    """Whether PyTorch has a function of this name: "torch.sigmoid"."""
-    found: Any = torch
-    for part in name.split(".")[1:]:
-        found = getattr(found, part, None)
-    return callable(found)
-
-
-# Namespaces of PyTorch's own operators: those of the distributed ones communicate.
-_NAMESPACES = frozenset({
-    "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "aten", "c10d", "fsdp", "inductor", "prims",
-    "quantized", "symm_mem",
-})  # fmt: skip
-
-
-def library_name(function: Any) -> str | None:
-    """The name of an operator of ``torch.library``, such as "my_ops.my_op"; None for anything else.
-
-    None also for an operator of PyTorch's own, of which there are several, or that draws, writes an argument or returns
-    one, as its tags and its schema say.
-    """
-    if isinstance(function, torch._ops.OpOverloadPacket) and len(function.overloads()) == 1:
-        function = getattr(function, function.overloads()[0])
-    if not isinstance(function, torch._ops.OpOverload) or function.namespace in _NAMESPACES:
-        return None
-    if torch.Tag.nondeterministic_seeded in function.tags:
-        return None
-    if is_mutable(function) or any(value.alias_info is not None for value in function._schema.returns):
-        return None
-    return f"{function.namespace}.{function._opname}"
-
-
-@contextmanager
-def composite_sees_views() -> Iterator[None]:
-    """Inside, the parts of a composite operator make views in inference mode as they do outside of it."""
-    with torch._C._PreserveDispatchKeyGuard():
-        torch._C._dispatch_tls_set_dispatch_key_excluded(torch._C.DispatchKey.ADInplaceOrView, False)
-        yield
-
-
-_AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
-    torch._C.DispatchKey.AutocastCUDA
-)
-
-
-def below_autograd() -> AbstractContextManager[None]:
-    """Inside, operators make no history, whatever the grad mode is."""
-    return torch._C._AutoDispatchBelowAutograd()
-
-
-def below_autocast() -> AbstractContextManager[None]:
-    """Inside, operators run with the dtypes that they are given, whether autocast is enabled or not."""
-    return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS)
-
-
-# For the tools: Dynamo, cuBLAS, the allocator, PyTorch's table of operators
-
-
-def dynamo_recompile_limit(limit: int) -> AbstractContextManager[None]:
-    """Inside, Dynamo compiles a code object so many times. Compiled copies of a model share its code objects."""
-    return torch._dynamo.config.patch(recompile_limit=limit)
-
-
-def optimize_ddp(yes: bool) -> AbstractContextManager[None]:
-    """Whether Dynamo, where it compiles inside, cuts a DDP module's graph at its buckets to overlap their reduction."""
-    return torch._dynamo.config.patch(optimize_ddp=yes)
-
-
 def autocast_dtype(device_type: str) -> str | None:
     """The dtype that autocast uses on devices of this type on this thread, such as "bfloat16"; None if it is off."""
     if not torch.is_autocast_enabled(device_type):
         return None
     return str(torch.get_autocast_dtype(device_type)).removeprefix("torch.")
-
-
-def stacks_of_generated_code(module: Any) -> dict[tuple[str, int], str]:
-    """For each line of the code of a module's FX graphs, by file name and number: the stack that Dynamo saw there.
-
-    A line assigns to a variable that has the name of its node. A placeholder has no line: its stack, which is that of
-    its first use, is at its name and 0.
-    """
-    graphs = module.modules() if isinstance(module, torch.fx.GraphModule) else ()
-    found: dict[tuple[str, int], str] = {}
-    for graph in (each for each in graphs if isinstance(each, torch.fx.GraphModule)):
-        file = type(graph).forward.__code__.co_filename
-        stacks = {node.name: node.stack_trace for node in graph.graph.nodes}
-        placeholders = (node.name for node in graph.graph.nodes if node.op == "placeholder")
-        found |= {(name, 0): str(stacks[name]) for name in placeholders if stacks[name]}
-        for number, line in enumerate(linecache.getlines(file), 1):
-            assigned = re.match(r"\s*(\w+)(\s*:[^=]*)?\s*=", line)
-            if assigned and (stack := stacks.get(assigned[1])):
-                found[file, number] = str(stack)
-    return found
-
-
-def forget_dynamic_sizes() -> None:
-    """Makes Dynamo forget which sizes varied: it compiles such sizes as dynamic ones from the start."""
-    torch._dynamo.pgo.reset_code_state()
-
-
-def dynamo_counters() -> list[Counter[str]]:
-    """Dynamo's live counts of graph breaks, by reason; which of the two it uses depends on the version of torch."""
-    return [torch._dynamo.utils.counters[name] for name in ("graph_break", "unimplemented")]
 
 
 @contextmanager
@@ -663,16 +458,6 @@ def making_states_in(
     finally:
         for each in makers:
             del vars(each)["_init_group"]
-
-
-def keep_cublas_workspaces() -> AbstractContextManager[Any]:
-    """Inside, Inductor frees no cuBLAS workspaces. Else it frees all when it records a graph, also those in use."""
-    return patch.object(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, create=True)
-
-
-def end_allocate_to_pool(device: int, pool: Any) -> None:
-    """Ends the allocation to a pool. RuntimeError if no capture allocates to it."""
-    torch._C._cuda_endAllocateToPool(device, pool)
 
 
 def storage_id(tensor: torch.Tensor) -> int:
@@ -720,58 +505,6 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-@contextmanager
-def before_dynamo_compiles(callback: Callable[[], None]) -> Iterator[None]:
-    """Inside, ``callback`` is called before Dynamo compiles a frame."""
-
-    def call(_: Any) -> None:
-        callback()
-
-    handler = torch._dynamo.callback.callback_handler
-    handler.register_start_callback(call)
-    try:
-        yield
-    finally:
-        handler.remove_start_callback(call)
-
-
-def is_compiled_by_dynamo(value: Any) -> bool:
-    """Whether a function or a module is what ``torch.compile`` returns, or was compiled in place."""
-    attributes = names_of(value)
-    names = ("_torchdynamo_orig_callable", "_orig_mod", "_compiled_call_impl")
-    is_module = isinstance(value, torch.nn.Module)
-    return any(attributes.get(name) is not None for name in names) or (is_module and "_orig_mod" in value._modules)
-
-
-def function_before_dynamo(value: Any) -> Any:
-    """What ``torch.compile`` was given to make a function; None for anything else."""
-    original = names_of(value).get("_torchdynamo_orig_callable")
-    if isinstance(original, types.FunctionType) and original.__code__ is _inlined:  # what was given is no function
-        return (original.__closure__ or ())[0].cell_contents
-    return original
-
-
-_inlined = wrap_inline(len).__code__
-
-
-def code_before_dynamo(code: types.CodeType) -> types.CodeType:
-    """The code of a function whose code Dynamo has replaced; other code itself."""
-    module: Any = sys.modules.get("torch._dynamo.convert_frame")
-    return code if module is None else module.orig_code_map.get(code) or code
-
-
-def is_restored_by_dynamo(frame: types.FrameType | None) -> bool:
-    """Whether the function of PyTorch's that sets a generator in this frame gives it back what it had before Dynamo."""
-    between = "torch.random", "torch.cuda", "torch._dynamo.eval_frame"  # the last keeps Dynamo out of manual_seed()
-    while frame is not None and _module(frame).startswith(between):
-        frame = frame.f_back
-    return frame is not None and _module(frame).startswith("torch._dynamo")
-
-
-def _module(frame: types.FrameType) -> str:
-    return str(frame.f_globals.get("__name__"))
-
-
 # How many hold a tensor from C++, its object of Python included; 1 where PyTorch does not tell (before 2.11).
 tensor_use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda tensor: 1)
 
@@ -784,22 +517,3 @@ def shares_storage(values: Any, tensor: torch.Tensor) -> bool:
     """Whether any tensor in ``values`` shares its storage with ``tensor``."""
     tensors = tensors_in(values)
     return any(has_storage(other) and storage_id(other) == storage_id(tensor) for other in tensors)
-
-
-@cache
-def operator_table() -> tuple[Any, ...]:
-    """``op_db``, the table of operators with sample inputs that PyTorch's tests use.
-
-    PyTorch's tests import `expecttest`, which the table does not need: a stand-in replaces it. They also forbid the
-    process to set any flag of ``torch.backends``, which is ignored.
-    """
-    if "expecttest" not in sys.modules and find_spec("expecttest") is None:
-        sys.modules["expecttest"] = types.ModuleType("expecttest")
-        sys.modules["expecttest"].TestCase = unittest.TestCase  # type: ignore[attr-defined]
-    with patch.object(torch.backends, "disable_global_flags", lambda: None), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of packages that it imports where they are installed
-        from torch.testing._internal import common_methods_invocations as source
-
-    # The table's function seeds before each call, which Thunder cannot trace.
-    source.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)  # type: ignore[attr-defined]
-    return tuple(source.op_db)

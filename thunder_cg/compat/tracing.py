@@ -30,8 +30,6 @@ from weakref import WeakKeyDictionary
 import optree
 from thunder.core import interpreter, pytree, symbol
 
-__all__ = ["faster_tracing"]
-
 _THUNDERS = interpreter._default_opcode_handler_map
 _wrap_arguments = interpreter.wrap_args_from_list
 _look_up = interpreter.globals_lookup

@@ -8,6 +8,7 @@ from typing import Any
 import thunder
 
 from thunder_cg.compat import thunder as compat
+from thunder_cg.compat.compiled import module_parameters, options_of
 from thunder_cg.compat.distributed import is_distributed
 from thunder_cg.errors import NotCompiledError
 from thunder_cg.transform import CudagraphTransform
@@ -31,7 +32,7 @@ def refuse_sharded(fn: Any, source: Any, function: str) -> None:
     if not (is_distributed() and isinstance(fn, compat.ThunderModule)):
         return
     whole = dict(source.named_parameters())
-    if any(name in whole and whole[name].shape != p.shape for name, p in compat.module_parameters(fn).items()):
+    if any(name in whole and whole[name].shape != p.shape for name, p in module_parameters(fn).items()):
         problem = f"its parameters have been sharded, and {function} would shard them again: call it before that"
         raise NotCompiledError(fn, problem, function)
 
@@ -46,7 +47,7 @@ def compiled_as(
         options: of ``thunder.jit``; they come before those of ``fn``.
     """
     data, options = thunder.compile_data(fn), dict(options or {})
-    before = compat.options_of(fn) if data is not None else {}
+    before = options_of(fn) if data is not None else {}
     transforms = options.pop("transforms", None) or (data.transforms if data is not None else ())
     others = [each for each in transforms if not isinstance(each, CudagraphTransform)]
     return thunder.jit(source, **{**before, **options, "transforms": [*others, *([transform] if transform else [])]})

@@ -12,7 +12,7 @@ import thunder
 import torch
 
 from thunder_cg.analysis.sources import described
-from thunder_cg.compat import thunder as compat
+from thunder_cg.compat.compiled import OPTIONS, compile_only
 from thunder_cg.compat.torch import tensors_in, tree_map_only
 from thunder_cg.diagnose.compiling import compiled_as, original, refuse_sharded, transform_of
 from thunder_cg.errors import CudagraphError, NotCompiledError, OptionError
@@ -56,18 +56,21 @@ def plan(
 
     Raises:
         NotCompiledError: ``thunderfx`` made ``fn_or_module``, so Dynamo cuts it into graphs when it runs; or
-            ``graphed_step`` did; or Thunder's fsdp did, and its whole parameters are gone.
+            ``graphed_step`` did, which captures what a run of it does; or Thunder's fsdp did, and its whole parameters
+            are gone.
         OptionError: a value that an option cannot have, an option that there is not, an argument of the function among
             the options, or no function at all.
         BackendError: there are CUDA tensors, and the backend does not work on this machine.
     """
     if (maker := made_by(fn_or_module)) not in (None, "thunder.jit"):
-        raise NotCompiledError(fn_or_module, f"{maker} made this, and a plan is of what thunder.jit makes", "plan")
+        fix = "call it a few times, and explain(it) says what is captured; or plan a module or function that it calls"
+        problem = f"{maker} made this, and what it captures is known only once it has run"
+        raise NotCompiledError(fn_or_module, problem, "plan", fix)
     if not callable(fn_or_module):
         raise OptionError("fn_or_module", fn_or_module, "a function or module", "pass the model", "plan")
     source = original(fn_or_module)
     _refuse_arguments(options, source)
-    ours = taken_from(options, "plan", compat.OPTIONS, may_be_others=False)
+    ours = taken_from(options, "plan", OPTIONS, may_be_others=False)
     before = transform_of(fn_or_module)
     settings = replace(before.options, **ours) if before is not None else Options(**ours)
     inputs = (example_inputs, dict(kwargs or {}))
@@ -80,7 +83,7 @@ def plan(
     jitted = compiled_as(fn_or_module, source, CudagraphTransform(settings, stand_in), options)
     counts: dict[str, Any] = {"calls": 0}
     try:
-        compat.compile_only(jitted, *inputs)
+        compile_only(jitted, *inputs)
     except CudagraphError:
         raise
     except Exception as error:

@@ -13,6 +13,7 @@ import thunder
 import torch
 
 from thunder_cg.analysis.sources import SourceLine, called_from, described, user_frames, users
+from thunder_cg.compat.compiled import NAME, OPTIONS
 from thunder_cg.compat.dynamo import (
     CompiledFunction,
     GraphInputs,
@@ -23,9 +24,9 @@ from thunder_cg.compat.dynamo import (
 )
 from thunder_cg.compat.dynamo_scope import TensorifyScalarRestartAnalysis
 from thunder_cg.compat.lines import is_torchs
+from thunder_cg.compat.operators import library_names
 from thunder_cg.compat.splitter import keeping_fallbacks
-from thunder_cg.compat.thunder import NAME, OPTIONS, owns_regions
-from thunder_cg.compat.torch import library_names
+from thunder_cg.compat.thunder import owns_regions
 from thunder_cg.dynamo.fallbacks import objections
 from thunder_cg.dynamo.layouts import keeping_layouts
 from thunder_cg.dynamo.numbers import specialize_floats, take_out_numbers, take_out_numbers_of_parts

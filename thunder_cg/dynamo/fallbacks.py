@@ -21,7 +21,6 @@ from thunder_cg.analysis import rules
 from thunder_cg.analysis.rules import Reason
 from thunder_cg.compat.splitter import (
     GET_DATA,
-    DataDependentOutputException,
     checkpoints,
     depends_on_autocast,
     example,
@@ -34,11 +33,13 @@ from thunder_cg.compat.splitter import (
     loses_wait,
     numpy_name,
     operator_name,
+    reads_values,
     without_gradient,
 )
 from thunder_cg.compat.thunder import is_known_view, symbols_of_functions
 from thunder_cg.compat.torch import has_storage, shares_storage, tensors_in, tree_leaves
 from thunder_cg.dynamo.layouts import layout_counts, reads_by_strides
+from thunder_cg.dynamo.nodes import argument
 from thunder_cg.dynamo.writes import (
     is_named_in_place,
     requires_grad,
@@ -159,7 +160,7 @@ def _objection_to_node(node: Node, options: dict[str, Any]) -> str | None:
     if node.target is GET_DATA:
         problem = "is read and written, or returned, and Thunder does not trace it"
         return f"{problem}; take x.detach() for x.data, and write to x under torch.no_grad()"
-    if node.target is F.embedding and _argument(node, 3, "max_norm") is not None:
+    if node.target is F.embedding and argument(node, 3, "max_norm") is not None:
         fix = "leave it out, and write before the call: weight.data.copy_(weight.renorm(2, 0, max_norm))"
         return f"has max_norm=, with which it writes to the weight; {fix}"
     if reads_by_strides(node) and layout_counts(node):
@@ -194,10 +195,6 @@ def _writes_across_pieces(graph: Graph, options: dict[str, Any]) -> Callable[[No
     return is_given
 
 
-def _argument(node: Node, position: int, name: str) -> Any:
-    return node.kwargs.get(name, node.args[position] if len(node.args) > position else None)
-
-
 def _has_list(index: Any) -> bool:
     return any(isinstance(part, list) for part in (index if isinstance(index, tuple) else (index,)))
 
@@ -225,12 +222,11 @@ def objection_to_fallback(node: Node, function: Callable[..., Any]) -> str | Non
     if returns_cpu_scalar(node):
         problem = "returns a 0-dim tensor on the CPU, whose gradient Thunder does not sum and its fallback refuses"
         return problem + _WITH_DIMENSION
-    try:
-        if depends_on_autocast(node, function):
-            problem = "computes in another dtype under autocast, which Thunder's fallback for it does not see"
-            return f"{problem}; call it under torch.autocast(device_type, enabled=False), and cast its arguments"
-    except DataDependentOutputException:  # as istft
+    if reads_values(node, function):  # as istft
         return "checks on the host what a tensor holds, which Thunder has no value of while it traces" + _OTHERS
+    if depends_on_autocast(node, function):
+        problem = "computes in another dtype under autocast, which Thunder's fallback for it does not see"
+        return f"{problem}; call it under torch.autocast(device_type, enabled=False), and cast its arguments"
     return None
 
 

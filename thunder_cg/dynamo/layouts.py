@@ -17,6 +17,7 @@ from thunder_cg.analysis.sources import called_from, user_frames
 from thunder_cg.compat.splitter import example, inside_transforms, operator_name
 from thunder_cg.compat.torch import dispatch_mode_count, has_storage, shares_storage, tensors_in
 from thunder_cg.dynamo import operators
+from thunder_cg.dynamo.nodes import call_before, call_instead
 from thunder_cg.dynamo.writes import requires_grad, shares_memory, writes_to_inputs, written_by
 from thunder_cg.errors import LayoutError
 
@@ -40,12 +41,9 @@ def make_as_laid_out(node: Node) -> None:
     if node.kwargs.keys() - {"dtype", "device"}:
         return
     dims = sorted(range(result.dim()), key=lambda dim: (-stride[dim], dim))
-    with node.graph.inserting_before(node):
-        kwargs = {"dtype": result.dtype, "device": result.device}
-        made = node.graph.call_function(LIKE[node.target], (tuple(result.shape[dim] for dim in dims), *others), kwargs)
-    made.meta.update(node.meta, example_value=result.permute(dims))
-    node.op, node.target, node.kwargs = "call_function", torch.permute, {}
-    node.args = (made, tuple(map(dims.index, range(result.dim()))))
+    args, kwargs = (tuple(result.shape[dim] for dim in dims), *others), {"dtype": result.dtype, "device": result.device}
+    made = call_before(node, LIKE[node.target], args, kwargs, result=result.permute(dims))
+    call_instead(node, torch.permute, made, tuple(map(dims.index, range(result.dim()))))
 
 
 def lay_out_before_strides(graph: Graph) -> None:
@@ -57,9 +55,7 @@ def lay_out_before_strides(graph: Graph) -> None:
             continue
         stride = fixed_stride(example(source))
         if stride is not None and source.op.startswith("call") and not layout_counts(node):
-            with graph.inserting_before(node):
-                laid_out = graph.call_function(operators.laid_out(), (source, stride))
-            laid_out.meta.update(node.meta, example_value=example(source))
+            laid_out = call_before(node, operators.laid_out(), (source, stride), result=example(source))
             node.replace_input_with(source, laid_out)
 
 

@@ -111,6 +111,3 @@ def _compute_before(call: Node, result: Node, item: Node) -> bool:
 
 def _is_number(node: Node) -> bool:
     return isinstance(node.meta.get("example_value"), (torch.SymInt, torch.SymFloat, torch.SymBool))
-
-
-__all__ = ["specialize_floats", "take_out_numbers", "take_out_numbers_of_parts"]

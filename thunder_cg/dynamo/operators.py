@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from thunder_cg.communication import functional
+from thunder_cg.compat.operators import grouped_mm, int_mm, library_name, pad, transformer_encoder_layer, weight_norm
 from thunder_cg.compat.splitter import for_splitter
 from thunder_cg.compat.thunder import (
     OperatorExecutor,
@@ -26,7 +27,6 @@ from thunder_cg.compat.thunder import (
     to_torch_dtype,
     trace_as,
 )
-from thunder_cg.compat.torch import grouped_mm, int_mm, library_name, pad, transformer_encoder_layer, weight_norm
 
 # Thunder's symbols refuse some arguments, such as ceil_mode, or have no gradient.
 _PARTIAL = {
@@ -112,8 +112,7 @@ def of_list(function: Any) -> Callable[..., Any] | None:
     flat = _OF_LISTS.get(function)
     if flat is None:
         return None
-    name = f"{function.__name__}_each"  # Thunder has a symbol of the operator's own name
-    return for_splitter(_callable(register_function(executor, name, flat), flat), name)
+    return _symbol(f"{function.__name__}_each", flat)  # Thunder has a symbol of the operator's own name
 
 
 def collective(function: Any) -> Callable[..., Any] | None:
@@ -125,20 +124,26 @@ def collective(function: Any) -> Callable[..., Any] | None:
 @cache
 def _by_autograd(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     if function in _FACTORIES or function in _FUSED:
-        made = register_function(executor, name, _with_torchs_types(function), differentiable=False)
-    else:
-        made = register_function(executor, name, _with_constant_weights(function) if function in _LOSSES else function)
-    return for_splitter(_callable(made, function), name)
+        return _symbol(name, function, _with_torchs_types(function), differentiable=False)
+    return _symbol(name, function, _with_constant_weights(function) if function in _LOSSES else function)
 
 
-def _callable(symbol: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """The symbol in a trace; the function where Inductor got the checkpointed function that it is called in."""
+def _symbol(
+    name: str, function: Callable[..., Any], runs: Callable[..., Any] | None = None, *, differentiable: bool = True
+) -> Callable[..., Any]:
+    """What a graph calls for a new symbol of this name: the symbol in a trace; the function where Inductor got the
+    checkpointed function that it is called in.
+
+    Args:
+        runs: what the symbol runs, if not the function.
+    """
+    symbol = register_function(executor, name, runs or function, differentiable=differentiable)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return (function if current_trace() is None else symbol)(*args, **kwargs)
 
     trace_as(call, call)  # Thunder calls it as it is
-    return call
+    return for_splitter(call, name)
 
 
 def _with_torchs_types(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -191,8 +196,7 @@ def _masked_scatter(tensor: torch.Tensor, mask: torch.Tensor, source: torch.Tens
 @cache
 def masked_scatter() -> Callable[..., Any]:
     """``x.masked_scatter(mask, source)``, where ``x`` is not broadcast."""
-    symbol = register_function(executor, "scatter_masked", _masked_scatter)
-    return for_splitter(_callable(symbol, _masked_scatter), "scatter_masked")
+    return _symbol("scatter_masked", _masked_scatter)
 
 
 def _unfold(tensor: torch.Tensor, dimension: int, size: int, step: int) -> torch.Tensor:
@@ -202,14 +206,13 @@ def _unfold(tensor: torch.Tensor, dimension: int, size: int, step: int) -> torch
 @cache
 def unfold() -> Callable[..., Any]:
     """``x.unfold(0, 4, 2)`` in new memory. Thunder's method of that name is another function."""
-    return for_splitter(_callable(register_function(executor, "unfold_copy", _unfold), _unfold), "unfold_copy")
+    return _symbol("unfold_copy", _unfold)
 
 
 @cache
 def normalize() -> Callable[..., Any]:
     """``F.normalize`` with PyTorch's bits, where nothing wants a gradient."""
-    symbol = register_function(executor, "normalize", F.normalize, differentiable=False)
-    return for_splitter(_callable(symbol, F.normalize), "normalize")
+    return _symbol("normalize", F.normalize, differentiable=False)
 
 
 @cache
@@ -220,9 +223,7 @@ def drawn(method: str) -> Callable[..., Any]:
         result: torch.Tensor = getattr(torch.empty_like(like), method)(*numbers)
         return result
 
-    name = method.removesuffix("_")
-    symbol = register_function(executor, name, draw, differentiable=False)
-    return for_splitter(_callable(symbol, draw), name)
+    return _symbol(method.removesuffix("_"), draw, differentiable=False)
 
 
 def in_layout(tensor: Any, stride: tuple[int, ...] | None) -> Any:
@@ -243,7 +244,7 @@ def in_layout(tensor: Any, stride: tuple[int, ...] | None) -> Any:
 @cache
 def laid_out() -> Callable[..., Any]:
     """`in_layout` in a trace."""
-    return for_splitter(_callable(register_function(executor, "laid_out", in_layout), in_layout), "laid_out")
+    return _symbol("laid_out", in_layout)
 
 
 def _attention(

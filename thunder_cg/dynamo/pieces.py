@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from thunder_cg.analysis import rules
 from thunder_cg.compat.inductor import OneWay, compile_each_way, draws, is_called_as_it_is, name_of_kernel
-from thunder_cg.compat.splitter import example, fake_arguments, for_splitter, modes_of
+from thunder_cg.compat.splitter import JOINED, SeenNode, example, fake_arguments, for_splitter, modes_of
 from thunder_cg.compat.thunder import outside_of_autograd, symbol_of_function, with_derivative
 from thunder_cg.compat.torch import autograd_base, is_wrapper, shares_storage
 from thunder_cg.dynamo.layouts import fixed_stride, is_refused_lstm
@@ -102,6 +102,7 @@ def _replace(
         call = graph.call_function(function, (*inputs,))
         items = [graph.call_function(operator.getitem, (call, i)) for i in range(len(results))]
     call.meta.update(results[0].meta, example_value=(*map(example, results),))
+    call.meta[JOINED] = {node.name: SeenNode.of(node) for node in nodes}  # for reports
     for result, item in zip(results, items):
         item.meta.update(result.meta)
         result.replace_all_uses_with(item)

@@ -11,6 +11,16 @@ import torch
 
 from thunder_cg.analysis.compile_errors import to_try
 from thunder_cg.compat import thunder as compat
+from thunder_cg.compat.compiled import (
+    ModelParts,
+    compile_data,
+    compile_stats,
+    dispatch_of,
+    drop_self_references,
+    module_parameters,
+    original_module,
+    set_dispatch,
+)
 from thunder_cg.compat.thunder import CacheEntry, ThunderModule, current_trace
 from thunder_cg.compat.torch import (
     autograd_is_active,
@@ -155,13 +165,13 @@ class Dispatch:
 
     def __init__(self, module: ThunderModule) -> None:
         self._module = ref(module)
-        self._thunders = compat.dispatch_of(module)
+        self._thunders = dispatch_of(module)
         self._parameters_cache = ParameterCache(module)
         self._entries: list[EntryFastPaths] = []
         self._calls: list[FastPath] = []  # of all entries
         self._unsupported: list[CacheEntry] = []
-        self._statistics = compat.compile_stats(module)
-        self.parts: compat.ModelParts | None = None  # of the model, when Thunder first compiled it
+        self._statistics = compile_stats(module)
+        self.parts: ModelParts | None = None  # of the model, when Thunder first compiled it
         self._known = 0  # how many cache entries there were
         # By the identity of each cache entry: itself, its checks, and whether it and an older one are exclusive.
         self._checks: dict[int, tuple[CacheEntry, PrologueChecks, dict[int, bool]]] = {}
@@ -199,7 +209,7 @@ class Dispatch:
             raise
         del nodes
         if self.parts is None and module is not None:
-            self.parts = compat.ModelParts.of(compat.original_module(module))
+            self.parts = ModelParts.of(original_module(module))
             watch(module, self.parts.modules)
         return result
 
@@ -222,7 +232,7 @@ class Dispatch:
         if module is None or not may_train or is_watched or not torch.is_grad_enabled() or not autograd_is_active():
             return ()
         kinds = (torch.nn.Parameter, torch.Tensor)  # others may have nodes of their own kind
-        parameters = compat.module_parameters(module).values()
+        parameters = module_parameters(module).values()
         return [p for p in parameters if type(p) in kinds and p.is_leaf and p.requires_grad]
 
     def _certain(self) -> list[EntryFastPaths]:
@@ -262,7 +272,7 @@ class Dispatch:
         used = next((entry for entry in cache if entry.prologue_fn is statistics.last_prologue), None)
         if used is None:
             return
-        compat.drop_self_references(used)
+        drop_self_references(used)
         if any(used is entry for entry in self._unsupported):
             return
         entry = next((e for e in self._entries if e.compiled.entry is used), None)
@@ -284,12 +294,12 @@ class Dispatch:
         """A new entry of ours for one of Thunder's; `Unsupported` if it can have no fast paths."""
         module = self._module()
         assert module is not None
-        if compat.compile_data(module).cache_option is not compat.CACHE_OPTIONS.CONSTANT_VALUES:
+        if compile_data(module).cache_option is not compat.CACHE_OPTIONS.CONSTANT_VALUES:
             raise Unsupported('it is not compiled with cache="constant values"')
         backward = program_of(used.backward_traces) if used.backward_fn else None
         if used.backward_fn and backward is None:
             raise Unsupported("the backward has no regions")
-        compiled = Compiled(used, forward, backward, compat.compile_data(module).compile_options)
+        compiled = Compiled(used, forward, backward, compile_data(module).compile_options)
         guard = PrologueGuard(module, self._checks_of(used), forward.inputs.names, self._parameters_cache)
         entry = EntryFastPaths(compiled, guard, self._statistics)
         forward.pair.fast_paths_dropper = WeakMethod(self.drop_discarded)
@@ -304,6 +314,6 @@ def _outside_of_dynamo(dispatch: Dispatch, args: tuple[Any, ...], kwargs: dict[s
 
 def install(module: ThunderModule) -> None:
     """Gives a module that Thunder has compiled its fast paths, if it has none."""
-    if not isinstance(compat.dispatch_of(module), Dispatch):
-        compat.set_dispatch(module, Dispatch(module))
+    if not isinstance(dispatch_of(module), Dispatch):
+        set_dispatch(module, Dispatch(module))
         watch(module)

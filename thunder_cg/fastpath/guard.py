@@ -10,7 +10,13 @@ from weakref import ref
 
 import torch
 
-from thunder_cg.compat import thunder as compat
+from thunder_cg.compat.compiled import (
+    is_data_parallel,
+    module_buffers,
+    module_cache,
+    module_parameters,
+    original_module,
+)
 from thunder_cg.compat.containers import CHECK_GROUP, CHECK_LENGTH, CONSTANTS
 from thunder_cg.compat.thunder import BoundSymbol, PrimIDs, ThunderModule, from_trace, prims, tracectx, tree_flatten
 from thunder_cg.compat.torch import attribute_dictionaries, without_torch_functions
@@ -51,7 +57,7 @@ class PrologueGuard:
         wanted = dict.fromkeys([*order, *self.inputs, *self.passed_on, *self.metadata])
         tensors = [name for name in wanted if name in sorted_checks.tensors]
         arguments = sorted((name for name in wanted if name not in sorted_checks.tensors), key=self._argument_order)
-        dictionaries = compat.module_parameters(module), compat.module_buffers(module), None
+        dictionaries = module_parameters(module), module_buffers(module), None
         parameters, buffers, others = ([n for n in tensors if sorted_checks.home(n) is home] for home in dictionaries)
         self.place = {name: i for i, name in enumerate([*arguments, *parameters, *buffers, *others])}
         keys = [[checks.lookups[name].key for name in names] for names in (parameters, buffers, others)]
@@ -63,9 +69,7 @@ class PrologueGuard:
         self.sharing_is_expected = partial(_shares, shared) if shared else _nothing_is_shared
         self.keywords = None if others else self._keywords(sorted_checks.others, arguments)
         self.positional = len(arguments) - len(self.keywords or ())
-        self.global_state = GlobalStateGuard(
-            checks.cache_info, synchronizes=compat.is_data_parallel(compat.original_module(module))
-        )
+        self.global_state = GlobalStateGuard(checks.cache_info, synchronizes=is_data_parallel(original_module(module)))
         self.attributes = sorted_checks.attribute_guard()
 
     def _argument_order(self, name: str) -> tuple[bool, Any]:
@@ -195,7 +199,7 @@ class _ModuleChecks:
         """The dictionary that the tensor is looked up in; None if the module has to search for it."""
         lookup = self._checks.lookups[name]
         is_buffer = lookup.prim is PrimIDs.UNPACK_BUFFER
-        home: Mapping[str, Any] = (compat.module_buffers if is_buffer else compat.module_parameters)(self._module)
+        home: Mapping[str, Any] = (module_buffers if is_buffer else module_parameters)(self._module)
         return home if lookup.key in home else None
 
     def _read(self, name: str, lookup: Lookup) -> None:
@@ -207,9 +211,9 @@ class _ModuleChecks:
         elif prim is PrimIDs.UNPACK_THUNDER_MODULE:
             self._modules[name] = self._module
         elif prim is PrimIDs.UNPACK_FUNCTION_OBJ:
-            self._modules[name] = compat.original_module(self._module)
+            self._modules[name] = original_module(self._module)
         elif prim is PrimIDs.UNPACK_SUBMODULE and owner in self._modules:
-            module = compat.module_cache(self._module).get(lookup.key)
+            module = module_cache(self._module).get(lookup.key)
             if module is not None:  # otherwise it is looked up at each call, and may be another one then
                 self._modules[name] = module
         elif prim is PrimIDs.UNPACK_ATTR and owner in self._modules:
@@ -233,7 +237,7 @@ class _ModuleChecks:
             self._watch(module)
             if key in vars(module) or hasattr(ThunderModule, key):
                 return MISS
-            module = compat.original_module(module)
+            module = original_module(module)
         kind: Any = type(module)
         if hasattr(kind, key) or kind.__getattribute__ is not object.__getattribute__:
             return MISS
@@ -262,12 +266,12 @@ class _ModuleChecks:
 
     def attribute_guard(self) -> AttributeGuard:
         """The checks of modules' attributes. The compiled module itself is always watched."""
-        model = compat.original_module(self._module)
+        model = original_module(self._module)
         self._watch(model)
-        check, synchronizes = self.function(self._attributes, ()), compat.is_data_parallel(model)
+        check, synchronizes = self.function(self._attributes, ()), is_data_parallel(model)
 
         def check_all() -> None:
-            assert compat.is_data_parallel(model) is synchronizes
+            assert is_data_parallel(model) is synchronizes
             check()
 
         return AttributeGuard(check_all, list(self._watched.values()))

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch.nn.modules import module as of_torch
 
-from thunder_cg.compat import thunder as compat
+from thunder_cg.compat.compiled import has_parameters_of, original_module
 from thunder_cg.compat.thunder import ThunderModule, current_trace
 from thunder_cg.runtime.compilation import changed_part, name_of
 
@@ -41,7 +41,7 @@ def watch(module: ThunderModule, parts: Mapping[str, torch.nn.Module] | None = N
     Args:
         parts: the submodules that Thunder has traced: warns of new ones, too.
     """
-    model = compat.original_module(module)
+    model = original_module(module)
     if isinstance(model, torch.fx.GraphModule):  # whose own model Dynamo guards
         return
     _hook()
@@ -66,8 +66,8 @@ def _registers(owner: torch.nn.Module, name: str, value: object, *, is_module: b
         module = place.module()
         if module is None or getattr(owner, name, None) is value:
             continue
-        model, part = compat.original_module(module), f"{place.path}.{name}".lstrip(".")
-        is_seen = not place.traced if is_module else not compat.has_parameters_of(module, model)
+        model, part = original_module(module), f"{place.path}.{name}".lstrip(".")
+        is_seen = not place.traced if is_module else not has_parameters_of(module, model)
         if not is_seen and part not in place.said:
             place.said.add(part)
             _logger.warning("%s", changed_part(name_of(model), part))

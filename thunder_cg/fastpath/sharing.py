@@ -18,6 +18,7 @@ import torch
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.ops import read
 from thunder_cg.compat import thunder as compat
+from thunder_cg.compat.compilation import arguments_of_compilation, mark_aliases_with
 from thunder_cg.compat.thunder import TraceCtx, TraceProvenance, from_trace
 from thunder_cg.compat.torch import has_storage, storage_id
 from thunder_cg.errors import SharedMemoryError
@@ -57,7 +58,7 @@ def told_apart(prologue: TraceCtx, computation: TraceCtx) -> TraceCtx:
 def _groups(prologue: TraceCtx) -> list[Group]:
     """The arguments that Thunder compiles for that share a storage with another one."""
     checks = PrologueChecks(prologue)
-    call = compat.arguments_of_compilation() if checks.cache_info.get("alias_tensor_indices") else None
+    call = arguments_of_compilation() if checks.cache_info.get("alias_tensor_indices") else None
     if call is None:
         return []
     groups: dict[int, Group] = {}
@@ -75,7 +76,7 @@ def _mark_aliases(prologue: TraceCtx, computation: TraceCtx, found: list[list[in
     return compat.insert_alias_updates(computation, [each for each in same if len(each) > 1])
 
 
-compat.mark_aliases_with(_mark_aliases)
+mark_aliases_with(_mark_aliases)
 
 
 class SharingCheck:
@@ -154,6 +155,3 @@ def _is_sum(distance: int, steps: Sequence[tuple[int, int]]) -> bool:
     reach = sum(each * often for each, often in others)
     first, last = -((reach - distance) // stride), (distance + reach) // stride
     return any(_is_sum(distance - k * stride, others) for k in range(max(first, -most), min(last, most) + 1))
-
-
-__all__ = ["SharingCheck", "are_apart", "layout", "told_apart"]

@@ -16,15 +16,8 @@ from weakref import ref
 
 import torch
 
-from thunder_cg.compat.thunder import (
-    ThunderModule,
-    dtypes,
-    module_buffers,
-    module_cache,
-    module_parameters,
-    original_module,
-    skips_grad_sync,
-)
+from thunder_cg.compat.compiled import module_buffers, module_cache, module_parameters, original_module
+from thunder_cg.compat.thunder import ThunderModule, dtypes, skips_grad_sync
 from thunder_cg.compat.torch import (
     any_autocast_enabled,
     composable_states,

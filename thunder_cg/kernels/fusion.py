@@ -10,7 +10,7 @@ import torch
 
 from thunder_cg.analysis.sources import users_level
 from thunder_cg.compat import thunder as compat
-from thunder_cg.compat.torch import CompileError, TooManyLayouts, free_layouts, strides_of_results
+from thunder_cg.compat.torch_compile import CompileError, TooManyLayouts, free_layouts, strides_of_results
 
 
 class Fusion:

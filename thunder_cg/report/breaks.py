@@ -40,6 +40,7 @@ _CHECK = (
 )
 _SKIPPED = "Attempted to call function marked as skipped"
 _BUILTINS_NAME = re.compile(r"the (?:Python )?builtin `(?:<unknown module>\.)?([\w.]+?)\.?`")
+_SIZED = re.compile(r"Operator `([\w.]+?)(?:\.default)?`(?:'s output shape depends| does not have a meta kernel)")
 _BUILTIN = "call it outside of the compiled function, and pass what it returns as a tensor"
 _CHANGES = "change it after the call, with what the call returns"
 _WARN = (
@@ -182,8 +183,9 @@ def _understood(said: str) -> tuple[str, str]:
         return first, _DEEPCOPY
     if first.startswith("async_op=True") or "of class `Work`" in said:
         return first, _ASYNC
-    if first.startswith("Dynamic shape operator"):  # traced, it would be left to Inductor
-        return first, FIXED_SIZE
+    if (sized := _SIZED.search(said)) is not None:  # traced, it would be left to Inductor
+        reason = f"the size of what {sized[1]} returns depends on what tensors hold"
+        return reason, FIXED_SIZE if sized[1].startswith("aten.") else _OUTSIDE
     hints = [line.removeprefix("Hint: ") for line in rest if line.startswith("Hint: ")]
     return first, next((hint for hint in hints if not hint.startswith(_NO_HELP)), _OUTSIDE)
 

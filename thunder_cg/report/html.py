@@ -11,7 +11,7 @@ there is no script.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -63,7 +63,7 @@ def render(report: Report) -> str:
     first, *rest = opening.opening(report).splitlines()
     starts = (f'<div style="margin-left: min({_indent(line)}ch, 25%)">' for line in rest)
     said = "".join(f"{start}{escape(line.strip())}</div>" for start, line in zip(starts, rest))
-    traces = "".join(map(_trace, report.traces))
+    traces = "".join(_traces(report.traces))
     above = f"<p><b>{escape(first)}</b></p>{said}"
     return f'<div class="thunder-cg"><style>{_STYLE}</style>{above}{traces}{_pre(text.memory(report.memory))}</div>'
 
@@ -114,13 +114,24 @@ def _pre(said: Iterable[str]) -> str:
     return f'<pre style="white-space: pre-wrap">{content}</pre>' if content else ""
 
 
-def _trace(trace: TraceReport) -> str:
+def _traces(traces: Sequence[TraceReport]) -> Iterator[str]:
+    """Each trace, folded if it differs from an earlier one in the sizes of inputs only."""
+    full: list[TraceReport] = []
+    trained = {(trace.function, trace.entry) for trace in traces if trace.kind == "backward"}
+    for trace in traces:
+        is_new = not any(text.are_alike(each, trace) for each in full)
+        full += [trace] * is_new
+        yield _trace(trace, is_open=is_new, saves=(trace.function, trace.entry) in trained)
+
+
+def _trace(trace: TraceReport, *, is_open: bool, saves: bool) -> str:
     summary = f"<b>{escape(text.title(trace))}</b>: {escape(opening.headline([trace]))}"
     made_for = [text.entry(trace)] if trace.kind == "forward" else []
     said = "<br>".join(map(escape, (*made_for, text.calls(trace), *text.collectives(trace))))
-    drawn = picture.render(trace)
+    drawn = picture.render(trace, saves=saves)
     plan = f'<details><summary>Picture of the plan</summary><div class="plan">{drawn}</div></details>' if drawn else ""
-    return f"<details open><summary>{summary}</summary><p>{said}</p>{plan}{''.join(_steps(trace))}</details>"
+    start = "<details open>" if is_open else "<details>"
+    return f"{start}<summary>{summary}</summary><p>{said}</p>{plan}{''.join(_steps(trace))}</details>"
 
 
 def _steps(trace: TraceReport) -> Iterator[str]:
@@ -134,11 +145,11 @@ def _steps(trace: TraceReport) -> Iterator[str]:
 
 
 def _region(region: RegionReport, table: str) -> str:
-    colour = _COLOURS["capture" if region.failure is None else "eager"]
     ops = units.count(region.ops, "op")
     said = f"<b>{escape(region.name)}</b> on {escape(region.device)}, {ops}: {escape(text.region_counts(region))}"
     notes = "".join(f"<br>{escape(note)}" for note in text.notes(region))
-    return f'<details><summary style="background-color: {colour}">{said}{notes}</summary>{table}</details>'
+    style = f"background-color: {picture.colour_of(region)}"
+    return f'<details><summary style="{style}">{said}{notes}</summary>{table}</details>'
 
 
 def _table(content: str, widths: Mapping[str, int] = _COLUMNS) -> str:

@@ -68,6 +68,23 @@ def by_line(report: Report) -> Iterator[str]:
         yield f"{_few(graphs)}, {'are' if len(graphs) > 1 else 'is'} {cut[0].cost}"
 
 
+def by_inductor(joined: Iterable[Outside]) -> Iterator[str]:
+    """For each line of source what of it Inductor compiled in a graph, and why Thunder did not."""
+    groups = [*_grouped(joined, lambda part: (part.line, part.reason))]
+    if groups:
+        yield "In the graphs, but compiled by Inductor in the place of Thunder:"
+    for alike in groups[:_MOST_LINES]:
+        line, callers = _line(alike[0].line)
+        yield f"  {line}: {_operators(alike)}{callers}: {alike[0].reason.partition('; ')[0]}"
+    if len(groups) > _MOST_LINES:
+        yield f"  {count(len(groups) - _MOST_LINES, 'more line')}: see explain(fn).joined"
+
+
+def _operators(alike: Iterable[Outside]) -> str:
+    times = sum((Counter({part.operator: part.count}) for part in alike), Counter[str]())
+    return ", ".join(f"{operator}{_times(number)}" for operator, number in times.items())
+
+
 def _cost(problems: list[_Problem]) -> tuple[float, int, int]:
     return (
         sum(problem.microseconds for problem in problems),
@@ -105,10 +122,9 @@ def _of_inductor(outside: Iterable[Outside]) -> Iterator[_Problem]:
     for alike in _grouped(outside, lambda part: (part.line, part.reason)):
         line, callers = _line(alike[0].line)
         graphs = _few([*dict.fromkeys(part.function for part in alike)])
-        times = sum((Counter({part.operator: part.count}) for part in alike), Counter[str]())
-        operators = ", ".join(f"{operator}{_times(number)}" for operator, number in times.items())
+        operators = _operators(alike)
         reason, _, fix = alike[0].reason.partition("; ")
-        said = f"{operators} of {graphs}{callers}, {'are' if len(times) > 1 else 'is'} left to Inductor: {reason}"
+        said = f"{operators} of {graphs}{callers}, {'are' if ', ' in operators else 'is'} left to Inductor: {reason}"
         yield _Problem(line, alike[0].source, said, fix=fix, regions=1)
 
 

@@ -38,9 +38,9 @@ def _trace(trace: TraceReport) -> Iterator[str]:
             (f"`{r.name}`", r.device, f"{r.ops:,}", *map(_escape, (text.region_counts(r), "; ".join(text.notes(r)))))
             for r in trace.regions
         ]
-        yield _table(("region", "device", "ops", "what it did", "notes"), rows)
+        yield table(("region", "device", "ops", "what it did", "notes"), rows)
     if eager := [op for op in trace.ops if op.verdict == "eager"]:
-        yield _table(("eager op", "source", "why", "what would change it"), [*map(_eager, eager)])
+        yield table(("eager op", "source", "why", "what would change it"), [*map(_eager, eager)])
 
 
 def _eager(op: OpReport) -> tuple[str, ...]:
@@ -48,7 +48,8 @@ def _eager(op: OpReport) -> tuple[str, ...]:
     return _code(op.name), where, _escape(": ".join(filter(None, (op.reason, op.detail)))), _escape(op.fix)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of cells that are Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -60,6 +60,7 @@ def _summary(report: Report) -> Iterator[str]:
     yield from in_python(report)
     yield from compiled_anew(report)
     yield from lines.by_line(report)
+    yield from lines.by_inductor(report.joined)
     yield from unmatched(report)
     yield from measured(report)
     yield from deselected(report)
@@ -78,9 +79,8 @@ def failures(report: Report) -> Iterator[str]:
     if report.compile_failures:
         who = compiler_name(is_of_dynamo=report.is_of_dynamo)
         said = f"{who} raised while it compiled, in {report.compile_failures:,} of {count(report.calls, 'call')}"
-        problem = report.compile_failure or "an error that is not known"
-        yield f"{said}: {problem}."
-        if hint := to_try(problem, is_of_dynamo=report.is_of_dynamo):
+        yield f"{said}: {report.compile_failure or 'it was interrupted'}."
+        if report.compile_failure and (hint := to_try(report.compile_failure, is_of_dynamo=report.is_of_dynamo)):
             yield f"To try: {hint}."
 
 

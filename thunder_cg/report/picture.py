@@ -22,7 +22,7 @@ from thunder_cg.report import text, units
 if TYPE_CHECKING:
     from thunder_cg.report.collectives import CollectiveReport
     from thunder_cg.report.crossings import CrossingReport
-    from thunder_cg.report.report import TraceReport
+    from thunder_cg.report.report import RegionReport, TraceReport
 
 CAPTURED, EAGER, OTHER = "rgba(46, 160, 67, 0.22)", "rgba(248, 81, 73, 0.25)", "rgba(128, 128, 128, 0.10)"
 MOST_BOXES = 40  # of a larger plan, the first ones
@@ -65,9 +65,9 @@ class _Line:
         return units.count(len(self.values), "value") + (f", {units.size(nbytes)}" if nbytes else "")
 
 
-def render(trace: TraceReport) -> str:
-    """The picture; "" for a plan with one step and nothing beside the step."""
-    boxes = _boxes(trace)
+def render(trace: TraceReport, *, saves: bool) -> str:
+    """The picture; "" for a plan with one step and nothing beside the step. ``saves`` if a backward follows."""
+    boxes = _boxes(trace, saves)
     columns = _columns(trace.collectives, boxes)
     if len(boxes) < 4 and not columns:  # what comes in, one step, and the results
         return ""
@@ -94,7 +94,14 @@ def render(trace: TraceReport) -> str:
     )
 
 
-def _boxes(trace: TraceReport) -> list[_Box]:
+def colour_of(region: RegionReport) -> str:
+    """Green with a graph or if it has not run, red if it stays eager, and grey if it only ran eagerly up to now."""
+    if region.failure is not None:
+        return EAGER
+    return CAPTURED if region.captures or not region.eager_runs else OTHER
+
+
+def _boxes(trace: TraceReport, saves: bool) -> list[_Box]:
     """What comes in, the steps in their order, and the results."""
     regions = {region.name: region for region in trace.regions}
     boxes = [_Box("inputs", OTHER, frozenset())]
@@ -107,12 +114,11 @@ def _boxes(trace: TraceReport) -> list[_Box]:
         else:
             region = regions[name]
             title = f"{name}: {units.count(len(ops), 'op')} on {region.device}"
-            colour = CAPTURED
-            if region.failure is not None:
-                title, colour = f"{title}, runs eagerly", EAGER
+            title, colour = title + ", runs eagerly" * (region.failure is not None), colour_of(region)
         boxes.append(_Box(title, colour, frozenset(op.index for op in ops)))
     returned = frozenset(op.index for op in trace.ops if op.verdict == "bookkeeping")
-    return [*boxes, _Box("results, and what is saved for the backward", OTHER, returned)]
+    results = "results, and what is saved for the backward" if saves else "results"
+    return [*boxes, _Box("gradients" if trace.kind == "backward" else results, OTHER, returned)]
 
 
 def _lines(crossings: Sequence[CrossingReport], boxes: Sequence[_Box]) -> list[_Line]:

@@ -20,9 +20,11 @@ from typing import Any
 import thunder
 import torch
 
-from thunder_cg.analysis.ops import Op
+from thunder_cg.analysis.ops import Op, gradients_in
 from thunder_cg.analysis.partition import Region
 from thunder_cg.compat import thunder as compat
+from thunder_cg.compat.compiled import computation_and_inputs
+from thunder_cg.compat.torch import tree_map_only
 from thunder_cg.executor import executor
 from thunder_cg.report.programs import compile_failures, jitted_parts, locate, that_counts
 from thunder_cg.report.state import state_kept
@@ -30,7 +32,7 @@ from thunder_cg.runtime.backend import Timer
 from thunder_cg.runtime.functions import unused
 from thunder_cg.runtime.program import Counts, Program, program_of
 from thunder_cg.runtime.recording import Recording
-from thunder_cg.runtime.tensors import copy_all
+from thunder_cg.runtime.tensors import copy_all, flat
 
 _WARM_UPS, _CALLS = 4, 20  # a backward for another layout of gradients takes three calls until it replays
 _SECONDS = 10.0  # after which no more calls are made, if there were a few
@@ -55,7 +57,7 @@ def measure(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int,
     times: dict[int, Times] = {}
     with _uncounted(fn), state_kept(fn, (args, kwargs)):
         for jitted, part_args, part_kwargs in _calls_of_parts(fn, args, kwargs):
-            entry, inputs = compat.computation_and_inputs(jitted, part_args, part_kwargs)
+            entry, inputs = computation_and_inputs(jitted, part_args, part_kwargs)
             forward = program_of(entry.computation_traces)
             if forward is not None:
                 backward = program_of(entry.backward_traces) if entry.backward_fn else None
@@ -100,7 +102,7 @@ def _calls_of_parts(fn: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any,
     calls: dict[int, tuple[Any, Any, Any]] = {}
 
     def seen(part: Any, args: Any, kwargs: Any) -> None:
-        calls.setdefault(id(part), (part, args, kwargs))
+        calls.setdefault(id(part), (part, *tree_map_only(torch.Tensor, _without_history, (args, kwargs))))
 
     hooks = [part.register_forward_pre_hook(seen, with_kwargs=True) for part in parts]
     try:
@@ -109,6 +111,11 @@ def _calls_of_parts(fn: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any,
         for hook in hooks:
             hook.remove()
     yield from calls.values()
+
+
+def _without_history(tensor: torch.Tensor) -> torch.Tensor:
+    """One that keeps no graph of autograd alive, and so no memory pool of what made the tensor."""
+    return tensor if tensor.is_leaf else tensor.detach().requires_grad_()
 
 
 def _timed(entry: Any, inputs: Sequence[Any], forward: Program, backward: Program | None) -> dict[int, Times]:
@@ -137,14 +144,24 @@ def _call(run: _Run, back: _Run | None, inputs: Sequence[Any]) -> None:
     result = run(*inputs)
     if back is not None:
         data, (tensors, others) = result
-        gradients, saved = [_ones_like(value) for value in data["flat_output"]], [list(tensors), others]
+        gradients, saved = [*_gradients(data["flat_output"], back.program)], [list(tensors), others]
         del result, data, tensors, others
         back(saved, gradients)
 
 
-def _ones_like(value: Any) -> Any:
-    floats = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
-    return torch.ones_like(value) if floats else None
+def _gradients(results: Sequence[Any], backward: Program) -> Iterator[torch.Tensor | None]:
+    """Ones, laid out as in the last call of the user's, since another layout would drop what that has captured."""
+    known = [*backward.layouts()][-1:]
+    layouts = [known[0].get(name) for name in gradients_in(backward.ops.ops)] if known else []
+    for value, layout in zip(results, layouts if len(layouts) == len(results) else [None] * len(results)):
+        if not (isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())):
+            yield None
+        elif layout and layout[0] == value.shape:
+            gradient = torch.empty_strided(*layout[:2], dtype=value.dtype, device=value.device)
+            flat(gradient).fill_(1)
+            yield gradient
+        else:
+            yield torch.ones_like(value)
 
 
 @dataclass(slots=True)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import thunder
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from thunder_cg.analysis.sources import called_from, user_frames
 from thunder_cg.compat.thunder import CACHE_OPTIONS, is_ours, owns_regions
@@ -34,6 +34,9 @@ from thunder_cg.report.units import count
 from thunder_cg.runtime.compilation import compile_failure, name_of
 from thunder_cg.runtime.program import Program, program_of
 from thunder_cg.step import GraphedStep
+
+if TYPE_CHECKING:
+    from thunder_cg.compat.splitter import SeenNode
 
 _OWN_OPERATOR = "use other operators, or one of your own with torch.library, which allow= names"
 _WITHOUT_TRANSFORM = "Thunder compiled this without cudagraph_transform(), so nothing of it is captured"
@@ -55,12 +58,13 @@ class Located:
 
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """An operator in a graph of Dynamo's that Thunder does not trace, so that Inductor runs it and no trace has it.
+    """An operator in a graph of Dynamo's that Thunder does not trace, so that Inductor compiles it.
 
     Attributes:
         line: where the user called it, as "model.py:38, called from train.py:7", or None if that is unknown.
         count: how many calls are alike.
-        cost: how many pieces the graph is cut into because of all such operators.
+        cost: how many pieces the graph is cut into because of all such operators; "" if what Inductor made of this one
+            is an operator of the trace around it.
         source: the text of that line.
     """
 
@@ -83,6 +87,7 @@ class Found:
         failure: what it raised last and where.
         python_calls: calls of what `thunder_cg.thunderfx` returned in which no graph of Dynamo's ran, at least.
         is_of_dynamo: Dynamo reads the Python of the function.
+        joined: what Inductor compiled, and is in a trace nevertheless.
         uncached: Thunder compiles each call anew, and the programs are those of the last call.
         recompilations: what Dynamo has compiled more than once.
     """
@@ -92,6 +97,7 @@ class Found:
     failures: int = 0
     failure: str | None = None
     outside: tuple[Outside, ...] = ()
+    joined: tuple[Outside, ...] = ()
     breaks: tuple[GraphBreak, ...] = ()
     limits: tuple[RecompileLimit, ...] = ()
     python_calls: int = 0
@@ -154,6 +160,7 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
     """Dynamo makes one graph for all between two graph breaks, and Thunder one or more functions for a graph."""
     programs: list[Located] = []
     outside: list[Outside] = []
+    joined: list[Outside] = []
     breaks: list[GraphBreak] = []
     ran: list[int] = []  # for each graph: in how many calls, if it has a part of Thunder's, which counts
     calls = failures = getattr(backend, "failures", 0)  # of `thunder_cg.thunderfx`
@@ -169,6 +176,7 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
                 failure = f"{label}: {raised}"
         ran += [max(thunder.compile_stats(jitted).calls for jitted in compiled)] if compiled else []
         outside += outside_of(label, graph)
+        joined += joined_in(label, graph)
         breaks += graph_breaks(label, graph)
     breaks += whole_function_left(_name(fn), fn)
     made = counting.counts[0] if (counting := that_counts(fn)) is not None else 0
@@ -182,6 +190,7 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
         failures,
         failure,
         tuple(outside),
+        tuple(joined),
         tuple(breaks),
         limits,
         python_calls,
@@ -225,28 +234,41 @@ def _keeps_all(jitted: Any) -> bool:
 
 
 def outside_of(label: str, graph: Any) -> Iterator[Outside]:
-    """What Thunder's splitter gave away of a graph, those together that are alike. It may look at an operator twice."""
-    from thunder_cg.compat.splitter import GET_DATA, is_of_transform, numpy_name  # Dynamo is imported by now
-
-    modules = (each for each in graph.original_graph_module.modules() if isinstance(each, GraphModule))
-    nodes = [node for module in reversed([*modules]) for node in module.graph.nodes]  # of checkpointed functions, too
-    frames = {node.name: user_frames(node.stack_trace) for node in nodes}
-    names = {node.name: f"Tensor.{node.args[1]}" for node in nodes if node.target is getattr}
-    names.update((node.name, "Tensor.data") for node in nodes if node.target is GET_DATA)
-    names.update((node.name, name) for node in nodes if (name := numpy_name(node)) is not None)
-    unnamed = {node.name for node in nodes if is_of_transform(node)}
+    """What Thunder's splitter gave away of a graph and no trace has."""
     kinds = Counter(part.compiler.name for part in graph.submodule_to_compiled_functions.values())
     pieces = count(len(graph.thunder_compiled_fns or ()), "piece")
-    cost = f"cut into {pieces} of Thunder's and {kinds['TORCH_INDUCTOR']} of Inductor's"
+    from thunder_cg.compat.splitter import SeenNode  # Dynamo is imported by now
+
+    nodes = {node.name: SeenNode.of(node) for node in _nodes(graph)}
+    return _given_away(
+        label, graph, nodes, f"cut into {pieces} of Thunder's and {kinds['TORCH_INDUCTOR']} of Inductor's"
+    )
+
+
+def joined_in(label: str, graph: Any) -> Iterator[Outside]:
+    """What it gave away, and is an operator of a trace: see `dynamo/pieces.py`."""
+    from thunder_cg.compat.splitter import JOINED
+
+    nodes = {name: seen for node in _nodes(graph) for name, seen in node.meta.get(JOINED, {}).items()}
+    return _given_away(label, graph, nodes, "")
+
+
+def _nodes(graph: Any) -> list[Node]:
+    modules = [each for each in graph.original_graph_module.modules() if isinstance(each, GraphModule)]
+    return [node for module in reversed(modules) for node in module.graph.nodes]  # of checkpointed functions, too
+
+
+def _given_away(label: str, graph: Any, nodes: Mapping[str, SeenNode], cost: str) -> Iterator[Outside]:
+    """Of these nodes those that the splitter gave away, alike ones together. It may look at an operator twice."""
     reasons = dict.fromkeys(_reason(split) for split in graph.split_reasons or ())
     alike: Counter[tuple[str, str | None, str | None, str]] = Counter()
     for said in reasons:
         name, operator, reason = understood(said)
-        if name in unnamed or (name and name not in frames):  # the latter is inside of a trace, compiled by Inductor
-            continue
-        operator = names.get(name, operator)
-        mine = frames.get(name, [])
-        alike[operator, called_from(mine), mine[-1].text if mine else None, reason] += 1
+        seen = nodes.get(name) if name else None
+        if seen.is_users if seen is not None else cost and not name:
+            frames = user_frames(seen.stack if seen is not None else None)
+            operator = seen.operator if seen is not None and seen.operator else operator
+            alike[operator, called_from(frames), frames[-1].text if frames else None, reason] += 1
     for (operator, line, source, reason), times in alike.items():
         yield Outside(label, operator, line, reason, times, cost, source)
 

@@ -13,7 +13,8 @@ from typing import Any, Literal, overload
 from thunder_cg.analysis.classify import shown, unmatched
 from thunder_cg.analysis.ops import Op
 from thunder_cg.analysis.partition import Region
-from thunder_cg.compat.thunder import ThunderModule, bound_functions, changed_since_compiled, original_module
+from thunder_cg.compat.compiled import changed_since_compiled, original_module
+from thunder_cg.compat.thunder import ThunderModule, bound_functions
 from thunder_cg.errors import CudagraphError, OptionError
 from thunder_cg.kernels.fusion import Fusion
 from thunder_cg.report import differences, files, html, schema, terminal, text
@@ -168,10 +169,11 @@ class Report(_OfFunction):
 
     traces: tuple[TraceReport, ...]  # one for every forward and every backward that Thunder compiled with the transform
     outside: tuple[Outside, ...] = ()  # what Thunder does not support, so that Inductor runs it (thunderfx only)
+    joined: tuple[Outside, ...] = ()  # likewise, but what Inductor made of it is an operator of a trace
     causes: tuple[CauseReport, ...] = ()  # of eager ops, the most expensive first
     changes: tuple[ChangeReport, ...] = ()  # because of which calls compile, warm up or capture anew
     compile_failures: int = 0  # calls in which Thunder raised while it compiled
-    compile_failure: str | None = None  # what it raised last and where
+    compile_failure: str | None = None  # what it raised last and where; None if each was an interruption
     # Names in the options allow= and deny= that no operator of the traces has: the option, the name, what to write.
     unmatched: tuple[tuple[str, str, str | None], ...] = ()
     clock: str | None = None  # the backend whose clock measured the times in it; None if none did
@@ -278,6 +280,7 @@ def report(fn: Any, times: Mapping[int, Times] | None = None) -> Report:
     made = Report(
         traces=traces,
         outside=found.outside,
+        joined=found.joined,
         causes=causes(programs, {key: each.ops for key, each in times.items()} if times is not None else None),
         clock=programs[0].backend.name if times and programs else None,
         changes=changes(found.programs),

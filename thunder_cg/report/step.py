@@ -32,7 +32,7 @@ class StepReport:
     memory: MemoryReport  # the ledger; its recordings are the graphs that are kept
     # What each of these graphs does: its kernels, memcpys and memsets; recorded ops on the tape; nothing if not known.
     nodes: tuple[Mapping[str, int], ...] = ()
-    collectives: tuple[tuple[str, ...], ...] = ()  # of each: how many of which kind, in which group, in words
+    collectives: tuple[tuple[str, ...], ...] = ()  # of each: how many of which kind, bytes and group, in words
     raised: int = 0  # calls whose replay raised an error
 
     @classmethod
@@ -83,11 +83,14 @@ class StepReport:
         return html.lines(self.lines())
 
 
-def _collectives(communicates: Mapping[ProcessGroup, Sequence[str]]) -> Iterator[str]:
-    """``"2 all_reduce, 1 broadcast in the group default_pg of 2 ranks"``."""
-    for group, names in communicates.items():
-        found = ", ".join(f"{number} {name}" for name, number in Counter(names).items())
-        yield f"{found} in the group {name_of(group)} of {count(group.size(), 'rank')}"
+def _collectives(communicates: Mapping[ProcessGroup, Sequence[tuple[str, int]]]) -> Iterator[str]:
+    """``"2 all_reduce of 3.0 KiB in the group default_pg of 2 ranks"``."""
+    for group, begun in communicates.items():
+        alike: dict[str, list[int]] = {}
+        for name, nbytes in begun:
+            alike.setdefault(name, []).append(nbytes)
+        for name, each in alike.items():
+            yield text.collectives_alike(name, each, name_of(group), group.size(), len(each))
 
 
 def _merged(reasons: Mapping[str, int], fixes: Mapping[str, str]) -> Counter[str]:

@@ -61,11 +61,16 @@ def collectives(trace: TraceReport) -> Iterator[str]:
     for first, *others in alike.values():
         total = [first, *others]
         launches = len({each.launch for each in total})
-        said = f"{len(total):,} {first.name} of {size(sum(each.nbytes for each in total))}"
-        said += f" in {launches:,} launch{'es' if launches > 1 else ''}" if launches < len(total) else ""
-        said += f" in the group {first.group} of {count(first.ranks, 'rank')}"
+        said = collectives_alike(first.name, [each.nbytes for each in total], first.group, first.ranks, launches)
         said += ", captured" if first.captured else ", eager"
         yield f"{said}; {sum(each.overlaps for each in total):,} can overlap with compute"
+
+
+def collectives_alike(name: str, nbytes: Sequence[int], group: str, ranks: int, launches: int) -> str:
+    """``"30 all_reduce of 457.4 KiB in 1 launch in the group dp of 2 ranks"``; ``nbytes`` of each."""
+    said = f"{len(nbytes):,} {name} of {size(sum(nbytes))}"
+    said += f" in {launches:,} launch{'es' if launches > 1 else ''}" if launches < len(nbytes) else ""
+    return f"{said} in the group {group} of {count(ranks, 'rank')}"
 
 
 def memory(ledger: MemoryReport, *, of_step: bool = False) -> Iterator[str]:
@@ -115,7 +120,8 @@ def region_counts(region: RegionReport) -> str:
     )
     said = ", ".join(count(number, noun) for number, noun in runs)
     said += f", {region.verified:,} verified" if region.verified else ""
-    said = f"{said}; copied per replay: {size(region.bytes_in)} in, {size(region.bytes_out)} out"
+    if region.captures:
+        said += f"; copied per replay: {size(region.bytes_in)} in, {size(region.bytes_out)} out"
     if region.microseconds is not None and region.eager_microseconds is not None:
         gain = region.eager_microseconds - region.microseconds
         said += f"; {region.microseconds:,.0f} µs as a graph, {region.eager_microseconds:,.0f} µs eagerly, "
@@ -164,7 +170,7 @@ def _traces(traces: Sequence[TraceReport]) -> Iterator[str]:
     full: list[TraceReport] = []
     alike: Counter[int] = Counter()  # by the identity of the trace that others are like
     for trace in traces:
-        if (same := next((each for each in full if _are_alike(each, trace)), None)) is None:
+        if (same := next((each for each in full if are_alike(each, trace)), None)) is None:
             full.append(trace)
             yield "\n".join(_trace(trace))
             continue
@@ -178,7 +184,7 @@ def _traces(traces: Sequence[TraceReport]) -> Iterator[str]:
             yield f"{of}: {count(more, 'more compiled version')} as version {each.entry}: see explain(fn).traces"
 
 
-def _are_alike(a: TraceReport, b: TraceReport) -> bool:
+def are_alike(a: TraceReport, b: TraceReport) -> bool:
     """Whether the same ops of one function are in regions, or eager for the same reasons, and no capture failed."""
     failed = any(region.failure or region.remark for region in (*a.regions, *b.regions))
     ops = [[(op.name, op.line, op.verdict, op.detail) for op in trace.ops] for trace in (a, b)]

@@ -9,6 +9,7 @@ Note [Agreement of ranks]
     that replays says nothing, so steady calls cost next to nothing. Who waits for it, or for a late one, runs eagerly
     after a while, and asks again at a later call, for half as long after each time-out, down to a poll, and for longer
     once they have agreed. So one rank that differs costs little, and all can agree again whenever they do the same.
+    A call that raises before it communicates gives its number to the next one, which meets those that wait for it.
 
 Note [Meetings]
     A rank that needs a capture while the others replay would stay eager, and all would wait for it. So it asks for a
@@ -87,6 +88,7 @@ class HoldsGroups(Protocol):
 
 
 _Number = tuple[int, ...]  # of a call; that of one in a step begins with the step's
+_Issued = weakref.WeakKeyDictionary[ProcessGroup, dict[str, int]]  # collectives of PyTorch, by kind of device
 
 
 class _GroupState:
@@ -100,6 +102,7 @@ class _GroupState:
         self.key = key
         self.place: _Number = ()  # the call that its calls are numbered within
         self.calls = 0  # that communicate in it
+        self._before: _Issued | None = None  # the last of them, unless that only replays, which PyTorch does not count
         self.is_captured = False  # whether they are in the capture of a step, and so are none
         self.generation: int | None = None  # see Note [Keys in the store]
         self.timeouts = 0  # since the ranks last agreed, and half of those before
@@ -112,10 +115,24 @@ class _GroupState:
 
     @property
     def next_call(self) -> _Number:
+        self.end_call()
         return (*self.place, self.calls + 1)
+
+    def begin_call(self, before: _Issued | None) -> None:
+        self.calls, self._before = self.next_call[-1], before
+
+    def end_call(self) -> None:
+        """The last call is none if it has raised before it communicated."""
+        before, self._before = self._before, None
+        if before:
+            self.calls -= all(
+                issued and distributed.is_alive(group) and distributed.progress(group) == issued
+                for group, issued in before.items()
+            )
 
     def meets(self) -> bool:
         """Whether the next call is one of a meeting. Calls in a step are none."""
+        self.end_call()
         return self.calls < self.meeting and not self.place
 
 
@@ -164,7 +181,7 @@ class Round:
         votes = [group for group in _with_others(groups) if asks and not _states[group].is_captured]
         self._numbers = {group: _states[group].next_call for group in votes}
         self._clock = _clock(together or groups)
-        self._is_meeting = self._clock is not None and self._clock[1].meets()
+        self._is_meeting = _meets(self._clock)
         self._has_declined = self._has_agreed = False
 
     def decline(self, reason: str) -> None:
@@ -207,8 +224,8 @@ class Round:
                 all_could &= self._compare(group, number, stage, its, patience)
             except RanksDiffer as problem:
                 self.refuse(stage, str(problem), may_pass=problem.may_pass)  # for those that still wait, or ask later
-                if problem.no_answer:
-                    self._ask_for_meeting()
+                if problem.no_answer and self._clock is not None:
+                    _ask_for_meeting(*self._clock)
                 raise
         for group in self._numbers if not (self._has_agreed or all_could) else ():
             _states[group].timeouts //= 2  # the others are there again
@@ -246,12 +263,6 @@ class Round:
             all_could &= vote.endswith(_HAS)
         return all_could
 
-    def _ask_for_meeting(self) -> None:
-        """After a time-out."""
-        if self._clock is not None:
-            self._clock[1].meeting = 0  # the others are not there
-            _ask_for_meeting(*self._clock)
-
 
 def _text(number: _Number) -> str:
     return ".".join(map(str, number))
@@ -271,6 +282,8 @@ def _generation(group: ProcessGroup) -> int:
 
 
 def _ask_for_meeting(group: ProcessGroup, state: _GroupState) -> None:
+    """After a time-out."""
+    state.meeting = 0  # the others are not there
     store, call = distributed.store(group), (*state.place, state.calls)[0]
     with suppress(RuntimeError):
         key = _key_of_meeting(group, state)
@@ -297,11 +310,14 @@ def _key_of_meeting(group: ProcessGroup, state: _GroupState) -> str:
 
 def meets(groups: Sequence[ProcessGroup]) -> bool:
     """Whether the next call that communicates in these groups is one of a meeting."""
-    clock = _clock(groups)
-    return clock is not None and clock[1].meets()
+    return _meets(_clock(groups))
 
 
 _Clock = tuple[ProcessGroup, _GroupState]
+
+
+def _meets(clock: _Clock | None) -> bool:
+    return clock is not None and clock[1].meets()
 
 
 def _clock(groups: Sequence[ProcessGroup]) -> _Clock | None:
@@ -329,11 +345,11 @@ def _other_ranks(group: ProcessGroup) -> list[tuple[int, int]]:
     return [(index, rank) for index, rank in enumerate(distributed.ranks(group)) if index != group.rank()]
 
 
-def _count(groups: Iterable[ProcessGroup], clock: _Clock | None) -> None:
+def _count(groups: Iterable[ProcessGroup], clock: _Clock | None, before: _Issued | None = None) -> None:
     """Counts a call that communicates in the groups, and that meets others by this clock."""
     states = {group: _states[group] for group in groups}
     for group, state in (*states.items(), *([clock] if clock is not None and clock[0] not in states else [])):
-        state.calls += 1
+        state.begin_call(before)
         if state.calls % _PERIOD == 0 and not state.place and distributed.is_alive(group):
             _look_for_meeting(group, state)
 
@@ -405,12 +421,13 @@ class Collectives:
 
     def meets(self) -> bool:
         """Whether the next call is one of a meeting."""
-        return self._asks and self._clock is not None and self._clock[1].meets()
+        return self._asks and _meets(self._clock)
 
-    def next_round(self) -> Round:
+    def next_round(self, *, replays: bool = False) -> Round:
         """To be called once for each call that communicates, before its first collective."""
         opened = Round(self._groups, asks=self._asks, together=self._together)
-        _count(self._groups, self._clock)
+        issued = ((group, distributed.progress(group)) for group in self._groups)
+        _count(self._groups, self._clock, None if replays else weakref.WeakKeyDictionary(issued))
         return opened
 
     def count_replay(self) -> None:
@@ -500,7 +517,9 @@ class StepCall:
         """Finds what it has communicated in by now."""
         self.groups = []
         for group, progress in self._before:
-            kinds = _changed(progress, group) if distributed.is_alive(group) else set()
+            now = distributed.progress(group) if distributed.is_alive(group) else {}
+            kinds = {kind for kind, count in now.items() if count != progress.get(kind, 0)}
+            _states[group].end_call()
             if _states[group].calls or kinds:
                 self.groups.append(group)
                 self.objection = self.objection or _objection(group, kinds, self._device_type)
@@ -530,14 +549,16 @@ def call_of_step(device_type: str, votes: Round | None = None, *, is_capture: bo
     if (common := _common_clock()) is not None:
         states.append(common[1])
     call = StepCall(device_type, [(group, distributed.progress(group)) for group in groups])
+    numbers = [state.next_call for state in states]
     before = [(state.place, state.calls, state.is_captured) for state in states]
-    for state in states:
-        state.place, state.calls, state.is_captured = state.next_call, 0, state.is_captured or is_capture
+    for state, number in zip(states, numbers):
+        state.place, state.calls, state.is_captured = number, 0, state.is_captured or is_capture
     try:
         yield call
     finally:
         call.look()
         for state, (place, calls, is_captured) in zip(states, before):
+            state.end_call()
             state.place, state.calls, state.is_captured = place, calls, is_captured
         if not is_capture:
             _count(call.groups, _clock(call.groups))
@@ -546,12 +567,8 @@ def call_of_step(device_type: str, votes: Round | None = None, *, is_capture: bo
         _runs_a_step.release()
 
 
-def _changed(before: Mapping[str, int], group: ProcessGroup) -> set[str]:
-    """The kinds of devices that the group has communicated on since."""
-    return {kind for kind, count in distributed.progress(group).items() if count != before.get(kind, 0)}
-
-
 def _objection(group: ProcessGroup, kinds: Set[str], device_type: str) -> tuple[str, bool] | None:
+    """As `StepCall.objection`, to what has been communicated in a group, on these kinds of devices."""
     if _states[group].is_closed:
         return DESTROYED, False
     if _states[group].keep_eager:

@@ -27,8 +27,10 @@ _SHOWN = 3
 
 _NEW_VERSION = "each new {} compiles anew in Thunder{{took}}, warms up and captures"
 _NEW_LAYOUT = "each new layout warms up and captures"
-_WRITTEN = "write it in place, into a buffer of its final size (README, Inference with a KV cache)"
-IF_CACHE = f"if it is a cache that grows, {_WRITTEN}"
+IF_CACHE = (
+    "if it is a cache that grows, write it in place, into a buffer of its final size (README, Inference with a KV "
+    'cache), as cache_implementation="static" of Transformers does'
+)
 IF_DROPOUT = "if it is the p of a dropout, x * (torch.rand_like(x) >= p) / (1 - p) takes a tensor"
 PAD_BATCH = "pad to a few sizes, and mask the padding in the loss; if only the last batch differs, drop_last=True"
 PAD = f"{PAD_BATCH}; {IF_CACHE}"

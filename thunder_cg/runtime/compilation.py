@@ -12,8 +12,10 @@ import torch
 
 from thunder_cg.analysis.compile_errors import compiler_name, to_try
 from thunder_cg.analysis.sources import described
-from thunder_cg.compat.thunder import NAME, compile_phase
-from thunder_cg.compat.torch import functorch_is_active, stacks_of_generated_code
+from thunder_cg.compat.compilation import compile_phase
+from thunder_cg.compat.compiled import NAME
+from thunder_cg.compat.torch import functorch_is_active
+from thunder_cg.compat.torch_compile import stacks_of_generated_code
 from thunder_cg.compat.tracing import faster_tracing
 from thunder_cg.progress import Stage
 from thunder_cg.runtime.changes import CallChange, Changes, differing

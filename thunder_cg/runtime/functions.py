@@ -14,6 +14,7 @@ import torch
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.ops import Op, process_groups
 from thunder_cg.compat import thunder as compat
+from thunder_cg.compat.compiled import drop_self_reference
 from thunder_cg.compat.torch import ProfilerRange
 from thunder_cg.runtime.backend import Backend
 
@@ -54,12 +55,8 @@ def region_function(
         for result in [result for i in launch for result in after.get(i, ())]:
             body.append(_Lines([f"  {result} = {copier}({result})"], (result, copier)))
     function = _build(unused(name, taken), body, inputs, results, (parameter, copier))
-    function.__defaults__ = (_not_copied,)
+    function.__defaults__ = (lambda result: result,)
     return function
-
-
-def _not_copied(result: Any) -> Any:
-    return result
 
 
 def hash_function(
@@ -159,7 +156,7 @@ def _build(
             source.append(f"  del {', '.join(spent)}")
     source.append(f"  return ({''.join(f'{result}, ' for result in results)})")
     function = compat.build_callable(name, python_str="\n".join(source), file_name=f"thunder.{name}", ctx=context)
-    compat.drop_self_reference(function)
+    drop_self_reference(function)
     return function
 
 

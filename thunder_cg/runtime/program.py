@@ -217,7 +217,7 @@ class Program:
         if self.collectives is None:
             return call
         meets = self.collectives.meets()
-        call.round = self.collectives.next_round()
+        call.round = self.collectives.next_round(replays=call.mode is Mode.REPLAY)
         if call.mode in (Mode.WARMUP, Mode.EAGER):
             call.round.decline("it warms up" if call.mode is Mode.WARMUP else "it runs eagerly")
         elif meets:
@@ -549,7 +549,7 @@ class Program:
     def raise_if_strict(self, reason: str) -> None:
         if self.options.strict and reason not in skip_reasons.HELD_ELSEWHERE:
             fix = skip_reasons.FIXES.get(reason, "fix that (print(explain(fn)) has the plan)")
-            raise CaptureError(f"{self.label} call {self.calls}", reason, fix)
+            raise CaptureError(f"{self.label}, call {self.calls}", reason, fix)
 
     def count_fallback(self, reason: str, fix: str) -> None:
         """Counts a call, or a region of it, that runs eagerly. The log warns once of each reason that has a fix."""

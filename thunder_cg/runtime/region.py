@@ -188,10 +188,16 @@ class RuntimeRegion:
         """Has later calls warm it up and capture it again."""
         self.failed_attempts, self.stays_eager = 0, False
 
-    def leave_eager(self, as_graph: float, eagerly: float) -> None:
-        """Has later calls run the ops, because that takes less time. Both times are in microseconds."""
+    def leave_eager(self, as_graph: float, eagerly: float, *, is_whole: bool) -> None:
+        """Has later calls run the ops, because that takes less time.
+
+        Args:
+            as_graph, eagerly: microseconds.
+            is_whole: whether it is its whole trace.
+        """
         self.is_deselected = self.stays_eager = True
-        fix = 'remove what splits its trace, since larger regions pay more, or capture it with select="all"'
+        fix = "" if is_whole else "remove what splits its trace, since larger regions pay more, or "
+        fix += 'capture it with select="all"'
         self.failure = f"{as_graph:,.1f} µs as a graph, {eagerly:,.1f} µs eagerly; {fix}"
 
     # Eager runs and warm-ups

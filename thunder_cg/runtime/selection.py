@@ -112,7 +112,7 @@ class Selection:
                     continue
                 as_graph = graph[0] - graph[1] if goes_around else max(graph)
                 if as_graph >= _MARGIN * max(eager):
-                    region.leave_eager(max(as_graph, 0.0), max(eager))
+                    region.leave_eager(max(as_graph, 0.0), max(eager), is_whole=self._is_one_region)
                     found.append(region)
             self._replays = 0
             self._graph.clear()

@@ -19,7 +19,8 @@ from typing import Any, cast
 
 import torch
 
-from thunder_cg.compat import distributed, torch as compat
+from thunder_cg.compat import distributed, operators, torch as compat
+from thunder_cg.compat.torch_compile import call_compiled_through
 from thunder_cg.errors import CaptureRefused, CudagraphError, ReplayRefused
 from thunder_cg.runtime.backend import CopiedOut, Function, Tensors, check_sentinels
 from thunder_cg.runtime.early_outputs import EarlyCopier
@@ -85,7 +86,7 @@ class TapeBackend:
 
     def coalesce(self, group: distributed.ProcessGroup) -> AbstractContextManager[Callable[[Any], Any]]:
         """One call after the other: gloo does not coalesce all kinds."""
-        return nullcontext(_itself)
+        return nullcontext(lambda future: future)
 
     def order_gradients(self) -> None:
         """A CPU has no streams."""
@@ -95,10 +96,6 @@ class TapeBackend:
 
     def watch_collectives(self, groups: Sequence[distributed.ProcessGroup]) -> None:
         """A replay waits for its collectives, and torch for the other ranks."""
-
-
-def _itself(future: Any) -> Any:
-    return future
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +112,7 @@ class _RecordedCall:
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """Calls the operator, or the fusion, again, without history."""
-        with torch.set_grad_enabled(self.grad), compat.below_autograd() if self.grad else nullcontext():
+        with torch.set_grad_enabled(self.grad), operators.below_autograd() if self.grad else nullcontext():
             return self.fn(*args, **kwargs)
 
 
@@ -155,7 +152,7 @@ class _Reuse(compat.TorchDispatchMode):
         if any(map(compat.is_wrapper_type, types)):  # they call operators with the tensors that they hold
             return NotImplemented
         if torch.is_inference_mode_enabled():  # in other modes, PyTorch decomposes composite operators itself
-            with compat.composite_sees_views(), self:
+            with operators.composite_sees_views(), self:
                 output = func.decompose(*args, **kwargs)
             if output is not NotImplemented:
                 return output
@@ -202,7 +199,7 @@ class _Tape(_Reuse):
         if (communicates := distributed.communicates(func)) is not None:
             return self._record_collective(func, args, kwargs) if communicates else func(*args, **kwargs)
         self.may_draw |= func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags
-        writes = compat.is_mutable(func) or func.overloadpacket in _WRITERS
+        writes = operators.is_mutable(func) or func.overloadpacket in _WRITERS
         return self._record(func, args, kwargs, writes=writes, grad=torch.is_grad_enabled())
 
     def record_fusion(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -277,7 +274,8 @@ class _Tape(_Reuse):
             # ``x[0] = 1.0`` lifts the number, which is a fill on a GPU. A list of numbers is a copy from the host.
             bad = bad and not (packet is _aten.lift_fresh and (args[0].dim() == 0 or args[0].numel() == 0))
         if bad:
-            raise CaptureRefused(f"{func} makes the host wait for data, which a graph cannot hold")
+            what = f"reading a tensor's value ({func})" if packet is _aten._local_scalar_dense else func
+            raise CaptureRefused(f"{what} makes the host wait for data, which a graph cannot hold")
         for leaf in compat.tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
                 self._check(leaf)
@@ -363,7 +361,7 @@ class TapeGraph:
         if self._is_closed:
             raise ReplayRefused("it has been destroyed")
         by_sentinel = dict(zip(self.sentinels, scalars))
-        with torch.no_grad(), compat.below_autocast(), compat.disable_dispatch_modes():
+        with torch.no_grad(), operators.below_autocast(), compat.disable_dispatch_modes():
             _poison(self.memory_made_later().values())  # on a GPU, it may be memory that this graph used and gave back
             try:
                 copy_all(self.buffers, sources)
@@ -454,14 +452,14 @@ class TapePool:
         tape = _Tape(self._device, free := tuple(self._free))
         self._note_given(args)
         generator = torch.get_rng_state()
-        sees_inductor = compat.call_compiled_through(_call_compiled)
+        sees_inductor = call_compiled_through(_call_compiled)
         _active.tape, collects = tape, gc.isenabled()
         gc.disable()  # as on a GPU: what it calls is no part of what is captured
         try:
             copier = EarlyCopier(self._device, tape.copy_early, 0)
             with tape:
                 outputs = fn(*args) if copied_out is None else copier.finish(fn(*args, copier))
-            if compat.call_compiled_through(_call_compiled) and not sees_inductor:
+            if call_compiled_through(_call_compiled) and not sees_inductor:
                 raise CaptureRefused("Inductor was loaded in the capture, so what it has compiled was not seen")
             if tape.refused is not None:
                 raise tape.refused

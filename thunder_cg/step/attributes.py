@@ -27,7 +27,8 @@ from typing import Any
 
 from torch import nn
 
-from thunder_cg.compat.torch import before_dynamo_compiles, dictionary_of, names_of
+from thunder_cg.compat.torch import dictionary_of, names_of
+from thunder_cg.compat.torch_compile import before_dynamo_compiles
 from thunder_cg.step.reads import MISSING, own
 
 _CHANGEABLE, _IMMUTABLE = 1 << 9, 1 << 8  # flags of a type in CPython: made by a class statement, and frozen

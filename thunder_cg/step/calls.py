@@ -33,7 +33,7 @@ import threading
 import time
 import types
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import cache, partial
@@ -52,7 +52,8 @@ from thunder_cg.compat.distributed import (
     uncapturable,
 )
 from thunder_cg.compat.lines import is_pythons
-from thunder_cg.compat.torch import code_before_dynamo, has_storage, is_restored_by_dynamo, tensors_in, variables_of
+from thunder_cg.compat.torch import has_storage, tensors_in, variables_of
+from thunder_cg.compat.torch_compile import code_before_dynamo, is_restored_by_dynamo
 from thunder_cg.errors import CaptureLater, CaptureRefused
 from thunder_cg.runtime.tensors import address_if_any, is_plain
 from thunder_cg.step.attributes import unwatched
@@ -79,9 +80,11 @@ _UNSTEADY |= {time.localtime, time.gmtime, time.ctime, time.strftime}
 _STARTS_OF_THREADS = {
     each for each in (getattr(_thread, n, None) for n in ("start_new_thread", "start_joinable_thread")) if each
 }
+# What they return is compared before each replay. `inspect.signature` asks for the limit of recursions.
+_COMPARED = {sys.getrecursionlimit, gc.isenabled, os.getcwd, _thread.get_ident, _thread.get_native_id}
+_COMPARED |= {torch.get_num_threads, torch.get_num_interop_threads}
 # What they return is not compared before a replay, and may be another value in a later call.
-_UNCOMPARED = {eval, exec, __import__, input, open, decimal.getcontext, _thread.get_ident, _thread.get_native_id}
-_UNCOMPARED |= {torch.get_num_threads, torch.get_num_interop_threads}
+_UNCOMPARED = {eval, exec, __import__, input, open, decimal.getcontext}
 _UNCOMPARED_PYTHON = importlib.import_module, threading.active_count, threading.enumerate, uuid.uuid1
 _UNCOMPARED_CODE = {each.__code__ for each in _UNCOMPARED_PYTHON}
 _ENVIRONMENT = {vars(type(os.environ))[name].__code__ for name in ("__getitem__", "__iter__", "__len__")}
@@ -119,7 +122,7 @@ class Calls:
     Attributes:
         found: each function, and what it is bound to, once they were looked for.
         objection: something that runs and that no replay would do, in words; None if nothing does.
-        groups: that they communicate in, each with the names of its collectives, in order.
+        groups: that they communicate in, each with the names of its collectives and their bytes, in order.
         pending: those that nobody has waited for yet, by identity or by where a result is, and where they are called.
         communicated: addresses of tensors that they got, with their names. NCCL's kernels may find them in memory.
         written: addresses of storages that they write to, and where they are called. No version counts such a write.
@@ -127,7 +130,7 @@ class Calls:
             compiled does, and `object.__getattribute__`.
         events: of CUDA, that were recorded, and where, by identity.
         of_torch: functions of PyTorch's, as their code with their globals.
-        getters: functions of C of PyTorch's, of which some return settings, and whether a logger logs.
+        getters: functions of C, of which some return settings, and whether a logger logs.
         raised: the first method of a tensor that has raised an error, in words.
         reads_gradients: whether a function that is not PyTorch's names ``grad``, and may ask whether there is one.
     """
@@ -154,7 +157,7 @@ class Calls:
 
     def forget_collectives(self) -> None:
         """Before a capture, which may be the second one of a call."""
-        self.groups: dict[ProcessGroup, list[str]] = {}
+        self.groups: dict[ProcessGroup, list[tuple[str, int]]] = {}
         self.pending: dict[int, tuple[Work | torch.Tensor, str]] = {}
         self.communicated: dict[int, str] = {}
         self.written: dict[int, str] = {}
@@ -244,6 +247,14 @@ class Calls:
         elif called is globals:
             if _is_users(frame.f_code, frame.f_globals):
                 self._object(frame, f"what globals() gives {_UNSEEN_THERE}", "name what the step needs")
+        elif called is open:
+            if _is_called_by_user(frame):
+                self._object(frame, "the step opens a file{at}, and no replay would", _OUTSIDE, weak=True)
+        elif name.startswith(_GETTERS) and _is_torchs(called):
+            self.getters[called] = None
+        elif called in _COMPARED:
+            if _is_called_by_user(frame):
+                self.getters[called] = None
         elif _is_uncompared(called):
             if _is_called_by_user(frame):
                 self._object(frame, f"what {name}() gives {_UNSEEN_THERE}", _CALL_BEFORE, weak=True)
@@ -251,8 +262,6 @@ class Calls:
             self._note_generator(frame, name)
         elif isinstance(owner, torch.cuda.Event) and name == "record":
             self.events[id(owner)] = owner, _line(frame)
-        elif name.startswith(_GETTERS) and _is_torchs(called):
-            self.getters[called] = None
         else:  # whoever calls it
             self._quiet.add(_key(called))
 
@@ -293,7 +302,7 @@ class Calls:
         self._object_to(frame, method)
         name = frame.f_code.co_name
         if is_torchs_own(frame) and isinstance(group := frame.f_locals.get("group"), ProcessGroup):
-            self.groups.setdefault(group, []).append(name)
+            self.groups.setdefault(group, []).append((name, _nbytes(args)))
         else:
             fix = "call the function of torch.distributed"
             self._object(frame, "it calls a method of a process group itself{at}", fix, weak=True)
@@ -315,7 +324,7 @@ class Calls:
             for tensor in tensors if name == "wait_tensor" else ():
                 self.pending.pop(address_if_any(tensor), None)
             return
-        self.groups.setdefault(group, []).append(name)
+        self.groups.setdefault(group, []).append((name, _nbytes((args, results))))
         self.communicated |= {tensor.data_ptr(): name for tensor in tensors if has_storage(tensor)}
         self.written |= dict.fromkeys(map(address_if_any, results), _line(frame))  # some are arguments
         self.pending |= {address_if_any(tensor): (tensor, _line(frame)) for tensor in results}
@@ -484,6 +493,11 @@ def _owner(frame: types.FrameType, code: types.CodeType) -> Any:
         if isinstance(member, types.FunctionType) and inspect.unwrap(member).__code__ is code:
             return first
     return None
+
+
+def _nbytes(sides: Iterable[Any]) -> int:
+    """Bytes of what a collective reads, or of what it writes, whichever is more."""
+    return max(sum(tensor.nbytes for tensor in tensors_in(side)) for side in sides)
 
 
 def _line(frame: types.FrameType | None, with_code: bool = False) -> str:

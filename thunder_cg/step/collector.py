@@ -2,11 +2,11 @@
 
 Note [Objects]
     The bytecode tells which attributes the step's code reads of an object. Where an object is passed on, it does not.
-    Then the attributes that a run has looked up are facts if its class is the user's (see attributes.py), and all if
-    the class cannot be watched, or is PyTorch's; and so is what such a class or a module of the user's defines. Of an
-    object of another package, such as a progress bar, only numbers, strings and flags are, or its items, if it is a
-    mapping or a sequence. Modules and optimizers that any of these lead to are looked at, optimizers whole. An
-    optimizer may wrap another one, as those of Lightning and Accelerate do.
+    Then the attributes that a run has looked up are facts (see attributes.py), and all if the class cannot be watched;
+    and so is what a class or a module of the user's defines. Of an object of a package that is constant, only numbers,
+    strings and flags are, or its items, if it is a mapping or a sequence; PyTorch's, such as schedulers, are like the
+    user's. Modules and optimizers that any of these lead to are looked at, optimizers whole. An optimizer may wrap
+    another one, as those of Lightning and Accelerate do.
 
 Note [Values that nobody reports]
     An array of NumPy, a tensor of its memory and a generator of random numbers change without a trace in any
@@ -43,7 +43,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from thunder_cg.compat.distributed import why_not_in_step
+from thunder_cg.compat.distributed import layout_of_dtensor, local_tensor, makes_dtensors, why_not_in_step
 from thunder_cg.compat.torch import (
     OPERATORS,
     attribute_guard,
@@ -81,10 +81,10 @@ _NAMESPACES = types.SimpleNamespace, argparse.Namespace
 _LOCKS = type(threading.Lock()), type(threading.RLock()), threading.Condition
 _OF_MODULES = ("training", "_parameters", "_buffers", "_modules")  # that each module has in its dictionary
 # Modules and packages whose classes in C are looked at, or constant.
-_KNOWN_IN_C = {*CONSTANT_PACKAGES, "builtins", "datetime", "functools", "operator", "pybind11_builtins", "re", "types"}
-_KNOWN_IN_C |= {"_abc", "_ctypes", "_struct", "_thread", "typing", "weakref", "zoneinfo"}
+_KNOWN_IN_C = {*CONSTANT_PACKAGES, "builtins", "collections", "datetime", "functools", "operator", "pybind11_builtins"}
+_KNOWN_IN_C |= {"_abc", "_collections", "_ctypes", "_struct", "_thread", "re", "types", "typing", "weakref", "zoneinfo"}
 _NOT_COMPARED = "is not compared before a replay"
-_DEEP = "are compared before a replay; have the step read it by a name"
+_DEEP = "are compared before a replay; have the step name what it needs, and not pass on all of {}"
 _IMPORT = "import those that the step needs"
 _NEXT = "take the next item outside of the step, and pass it as an argument"
 _PASS = "read what the step needs of it outside of the step, and pass that"
@@ -120,7 +120,7 @@ class Collector:
 
     def __init__(self, device_type: str, names: Names, carried: Container[Any]) -> None:
         self._device_type, self._names, self._to_carry = device_type, names, carried
-        self.facts: Facts = {}
+        self.facts = Facts()
         self.places: dict[str, list[tuple[Place, Any]]] = {}  # of tensors: where each is, or what it is a part of
         self.carried: dict[Any, tuple[str, Place, Any]] = {}  # by the place's key, with the fact
         self.tensors: dict[int, Tensor] = {}
@@ -138,6 +138,7 @@ class Collector:
         self.objects: list[Any] = []
         self.in_compiled = False
         self.objections: list[str] = []  # why no graph would be right
+        self.hooked: list[str] = []  # the same of hooks, which may be why something changes in each step
         self._hooks = 0
         self._forwards: set[type] = set()
         self._objects: set[int] = set()  # that have been looked at, since they may refer to each other
@@ -154,7 +155,8 @@ class Collector:
     def _add(self, label: str, value: Any, depth: int, places: tuple[Place, ...]) -> None:
         add = next(add for is_of, add in _KINDS if is_of(value))
         if depth >= _MAX_DEPTH and add in _DEEPER and (self._is_compared_whole(value) or _is_users(value)):
-            self._refuse(label, value, f"is {depth} levels below what the step reads, and fewer {_DEEP}")
+            end = label.partition(".")[0].partition("[")[0]
+            self._refuse(label, value, f"is {depth} levels below what the step reads, and fewer {_DEEP.format(end)}")
         elif isinstance(add, str):
             self._refuse(label, value, add.format(type(value).__name__))
         else:
@@ -246,6 +248,10 @@ class Collector:
         if type(tensor) is Tensor:
             self.places[label] = [(place, place.get()) for place in places]
         self._add_own_attributes(label, tensor, depth)
+        if local_tensor(tensor) is not tensor:
+            parts = partial(_parts_of, tensor)
+            self.facts[f"the part of {label} on this rank"] = Content(parts())
+            self.values.append((parts, parts()))
         if tensor.device.type == self._device_type:
             self.tensors.setdefault(id(tensor), tensor)
         elif not tensor.is_inference():  # a graph has its values baked in
@@ -294,8 +300,8 @@ class Collector:
     def _add_object(self, label: str, value: Any, depth: int, *_: Any) -> None:
         """See Note [Objects]."""
         self.facts[label] = Same(value)
-        is_open, is_torchs = _may_change(value), _is_torch_object(value)
-        if id(value) in self._objects or depth >= _MAX_DEPTH or not (is_open or is_torchs or depth == 0):
+        is_open = _may_change(value)
+        if id(value) in self._objects or depth >= _MAX_DEPTH or not (is_open or depth == 0):
             return
         self._objects.add(id(value))
         self.holders.append(value)
@@ -306,7 +312,7 @@ class Collector:
         elif own(value, "__dict__") is not MISSING:
             self._watch(value, names_of(value))
         for name, attribute in attributes.items():
-            if is_open or is_torchs or isinstance(attribute, ATOMS):
+            if is_open or isinstance(attribute, ATOMS):
                 self.add(f"{label}.{name}", attribute, depth + 1, (Place.of(value, name),))
 
     def _names_of(self, value: Any) -> Iterable[str] | None:
@@ -466,18 +472,20 @@ class Collector:
 
     def _note_hooks(self, where: str, value: Any) -> None:
         for hook in hooks_of(value):
-            code = getattr(hook, "__code__", None)
-            at = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
             self.facts[f"hook {self._hooks} of {where}"] = Same(hook)
             self._hooks += 1
+            if makes_dtensors(hook):
+                continue
+            code = getattr(hook, "__code__", None)
+            at = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
             fix = "remove it, and do in the step what it does"
             if "torch/distributed/" in at:
-                fix = "take thunder.distributed instead"
+                fix = "take thunder.distributed.ddp or fsdp instead"
             elif type(hook).__module__ in ("torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm"):
                 fix = f"take torch.nn.utils.parametrizations.{type(hook).__module__.rpartition('.')[2]} instead"
             elif isinstance(hook, BasePruningMethod):
                 fix = "take torch.nn.utils.parametrize with a module that multiplies by the mask instead"
-            self.objections.append(f"{where} has a hook{at}, which runs Python in each step; {fix}")
+            self.hooked.append(f"{where} has a hook{at}, which runs Python in each step; {fix}")
 
 
 def _is(*kinds: type) -> Callable[[Any], bool]:
@@ -660,7 +668,7 @@ def _is_users(value: Any) -> bool:
 
 def _may_change(value: Any) -> bool:
     """Whether the attributes of a value are looked at."""
-    return isinstance(value, _NAMESPACES) or may_change(type(value))
+    return isinstance(value, _NAMESPACES) or may_change(type(value)) or _is_torch_object(value)
 
 
 def _items_of(value: Any) -> list[Any]:
@@ -670,6 +678,11 @@ def _items_of(value: Any) -> list[Any]:
 
 def _order_of(items: OrderedDict[Any, Any]) -> list[int]:
     return [*map(id, OrderedDict.keys(items))]
+
+
+def _parts_of(tensor: Tensor) -> list[Any]:
+    """What a DTensor is made of."""
+    return [Same(local_tensor(tensor)), Same(layout_of_dtensor(tensor))]
 
 
 def _is_unchanged(container: tuple[Any, Any]) -> bool:

@@ -4,16 +4,35 @@ from __future__ import annotations
 
 import enum
 import types
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thunder_cg.step.reads import MISSING
+from thunder_cg.step.reads import MISSING, numbered
 
 ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, range)
 
-Facts = dict[str, Any]
+
+class Facts(dict[str, Any]):
+    """Facts by their names. A name that is taken by another fact gets a number: methods of two objects say ``self``."""
+
+    def __setitem__(self, label: str, fact: Any) -> None:
+        name, count = label, 1
+        while name in self and self[name] != fact:
+            count += 1
+            name = numbered(label, count)
+        super().__setitem__(name, fact)
+
+    @classmethod
+    def of(cls, *several: Mapping[str, Any]) -> Facts:
+        """All of these."""
+        facts = cls()
+        for each in several:
+            for label, fact in each.items():
+                facts[label] = fact
+        return facts
 
 
 class Same:
@@ -74,7 +93,7 @@ def is_equal(now: Any, then: Any) -> bool:
     return now is then or bool(fact_of(now) == fact_of(then))
 
 
-def difference(before: Facts, after: Facts) -> str | None:
+def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
     """The first fact that differs, with both values; None if none does."""
     for label, value in before.items():
         if label not in after:

@@ -58,7 +58,7 @@ _COPY = "a tensor is copied between host and device there; make it on the device
 _HISTORY = (
     "a tensor with a history from before the step is still held, so autograd joins its stream; detach what you keep"
 )
-_NORM = "it reads whether the norm is finite; leave error_if_nonfinite out, and look at the norm outside of the step"
+_NORM = "it reads whether the norm is finite; pass error_if_nonfinite=False, and look at the norm outside of the step"
 _NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 _READ_THEIR_RATE = ("Adadelta", "Muon", "RMSprop")  # on the host if it is a tensor, and nothing else
 # By what the message of an error has in small letters; the first one counts.
@@ -75,7 +75,7 @@ _FIXES = {
 _OF_HOST = {_READ, _MASK, _NUMBERS, _READ_OR_MASK}
 
 
-def change_between(before: Facts, after: Facts) -> str | None:
+def change_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
     """The first fact that differs, in words; None if none does."""
     change = difference(before, after)
     is_random = change is not None and change.startswith("the state of")  # as values it has hashes

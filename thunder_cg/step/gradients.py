@@ -7,7 +7,8 @@ Note [Gradients of a step]
     drops a gradient before any kernel has read it, as ``zero_grad()`` does, any gradient may be there later, or none.
     There has to be one if code that is not PyTorch's names ``grad``, since it may ask whether there is one. If the step
     leaves it where it is, and no kernel uses it, as that of a generator while the discriminator is trained, any that is
-    laid out alike may be there. Otherwise the graph reads it or adds to it, so it has to be the same tensor.
+    laid out alike may be there. Otherwise the graph reads it or adds to it, so it has to be the same tensor. The memory
+    of a DTensor is that of its part on this rank, which somebody may hold without the DTensor.
 
 Note [Memory of the gradients before]
     Without graphs, a step that drops its gradients has their memory for its activations. A graph has it only if it is
@@ -30,6 +31,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from thunder_cg.compat.distributed import layout_of_dtensor, local_tensor
 from thunder_cg.compat.torch import (
     addresses_equal,
     has_memory,
@@ -184,7 +186,8 @@ class ExpectedGradients:
         self._places = [*map(place_of, self.tensors)]
         self._addresses, self._indices = [each.data_ptr() for each in self.tensors], [*range(len(pairs))]
         is_each_once = len({*map(id, self.tensors)}) == len(pairs)
-        self._metadata = tensor_guards(self.tensors) if is_each_once else None
+        are_plain = all(map(is_, self.tensors, map(local_tensor, self.tensors)))
+        self._metadata = tensor_guards(self.tensors) if is_each_once and are_plain else None
 
     def are_there(self) -> bool:
         if not all(map(is_, map(_gradient_of, self._without), repeat(None))):
@@ -210,9 +213,9 @@ class GraphGradient:
     _known: ClassVar[weakref.WeakValueDictionary[int, GraphGradient]] = weakref.WeakValueDictionary()  # by storage
 
     def __init__(self, tensor: Tensor, parameter: Tensor) -> None:
-        self.tensor, self.parameter = tensor, parameter
-        self.storage, self._place = storage_id(tensor), place_of(tensor)
-        self._memory = tensor.detach()  # keeps the storage if the tensor gets another one
+        self.tensor, self.local, self.parameter = tensor, local_tensor(tensor), parameter
+        self.storage, self._place = storage_id(self.local), place_of(tensor)
+        self._memory = self.local.detach()  # keeps the storage if the tensor gets another one
         self.owners: _Owners | None = None
         self._known[self.storage] = self
 
@@ -224,24 +227,28 @@ class GraphGradient:
 
     def _count(self) -> _Owners:
         """References from Python, those from C++ without the parameter's, and tensors that have had this memory."""
-        tensor = self.tensor
+        tensor, local = self.tensor, self.local
         uses = tensor_use_count(tensor)
         is_parameters = self.parameter.grad is tensor
-        has_left = storage_id(tensor) != self.storage
+        has_left = storage_id(local) != self.storage
         # What holds it from C++, however often, counts as one more reference from Python.
-        return (sys.getrefcount(tensor) - (uses > 1), uses - is_parameters, storage_use_count(self.storage) + has_left)
+        counts = [sys.getrefcount(tensor) - (uses > 1), uses - is_parameters]
+        if local is not tensor:
+            uses = tensor_use_count(local)
+            counts = [counts[0] + sys.getrefcount(local) - (uses > 1), counts[1] + uses]
+        return counts[0], counts[1], storage_use_count(self.storage) + has_left
 
     @classmethod
     def of(cls, tensor: Tensor, parameter: Tensor) -> GraphGradient:
         """One for each tensor, whichever graphs use it, so that none of them holds the tensor itself."""
-        known = cls._known.get(storage_id(tensor))
+        known = cls._known.get(storage_id(local_tensor(tensor)))
         if known is None or known.tensor is not tensor or known.parameter is not parameter or known.is_moved():
             return cls(tensor, parameter)
         return known
 
     @classmethod
     def tensors(cls) -> list[Tensor]:
-        return [tensor for known in cls._known.values() for tensor in (known.tensor, known._memory)]
+        return [tensor for known in cls._known.values() for tensor in (known.local, known._memory)]
 
     @classmethod
     @contextmanager
@@ -273,6 +280,7 @@ class Overwritten:
 
     def __init__(self, gradients: Iterable[GraphGradient]) -> None:
         self.gradients = [*{id(each.tensor): each for each in gradients}.values()]
+        self._are_plain = all(each.local is each.tensor for each in self.gradients)
         tensors = self._tensors()
         self._metadata = tensor_guards(tensors)
         self._addresses = [tensor.data_ptr() for tensor in tensors]
@@ -282,7 +290,8 @@ class Overwritten:
         self._not_held: Any = None  # the counts by which it was found that nobody holds one
 
     def _tensors(self) -> list[Tensor]:
-        return [each.tensor for each in self.gradients]
+        found = [each.tensor for each in self.gradients]
+        return found if self._are_plain else [*found, *(each.local for each in self.gradients)]
 
     def are_held(self) -> bool:
         """Whether somebody holds one, or has a view of it."""
@@ -308,16 +317,19 @@ class Overwritten:
         """Whether somebody has given one other memory, or another layout."""
         if not self.gradients:
             return False
-        tensors = self._tensors()
-        are_in_place = addresses_equal(tensors, self._addresses, self._indices) and self._metadata.check(*tensors)
-        return not are_in_place and any(each.is_moved() for each in self.gradients)
+        if self._are_plain:
+            tensors = self._tensors()
+            if addresses_equal(tensors, self._addresses, self._indices) and self._metadata.check(*tensors):
+                return False
+        return any(each.is_moved() for each in self.gradients)
 
 
 def place_of(tensor: Tensor | None) -> Any:
     """Where a gradient is, and how it is laid out. That of one without an address is equal to no other."""
     if tensor is None:
         return None
-    return (tensor.data_ptr(), layout(tensor)) if has_storage(tensor) else object()
+    local = local_tensor(tensor)
+    return (local.data_ptr(), layout(local), layout_of_dtensor(tensor)) if has_storage(local) else object()
 
 
 def _is_same_memory(tensor: Tensor | None, expected: Tensor | None) -> bool:

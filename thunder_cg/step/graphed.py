@@ -262,8 +262,11 @@ class GraphedStep:
         """
         calls, votes = Calls(self._backend.device_type), Round(self._groups(call.layout) or [], asks=True)
         try:
-            if state.objections:
-                raise CaptureRefused(state.objections[0])
+            if state.objection is not None:
+                raise CaptureRefused(state.objection)
+            if (weight := state.kept_by_autocast()) is not None:
+                problem = f"autocast is entered outside of the step, where it may keep {weight} as it was cast before"
+                raise CaptureRefused(f"{problem}; enter it in the step alone")
             if (objection := self._communicates[call.layout].objection) is not None:
                 raise RanksDiffer(objection[0], may_pass=objection[1])
             could_replay = known is not None
@@ -373,13 +376,15 @@ class GraphedStep:
             kept = 0 if self._groups(layout) else self._max_recordings - 1  # ranks may not find the same one
             self._ready[layout] = [ready, *self._ready.pop(layout, ())[:kept]]
             _forget_oldest(self._ready)
-        elif objections := (self._state() if is_new else state).objections:  # the cause, maybe, and in the way anyway
-            self.in_python[reason] -= 1
-            self.in_python[objections[0]] += 1
-            self._refuse(layout, state.facts, objections[0])
-            return result
         else:
             fix = fix_of_moved(moved) if moved else fix_of_change(str(change), state.facts, self._roots, in_step=True)
+            seen_state = self._state() if is_new else state
+            # A hook is the cause, maybe. What changes once, as the first step's state does, is not what is in the way.
+            if objection := seen_state.hooked or (None if fix else seen_state.objection):
+                self.in_python[reason] -= 1
+                self.in_python[objection] += 1
+                self._refuse(layout, state.facts, objection)
+                return result
             change = moved or str(change)
             change += state.line_of(change) if fix else ""
             self.in_python[reason] -= 1
@@ -423,7 +428,7 @@ class GraphedStep:
                 problem = "it communicates in other groups than the call before, in which another thread may have"
                 fix = "call the functions of torch.distributed, since those that C++ calls are not seen"
                 raise RanksDiffer(f"{problem}; {fix}", may_pass=True)
-            votes.ask(_AFTER, {group: " ".join(names) for group, names in calls.groups.items()})
+            votes.ask(_AFTER, {group: " ".join(name for name, _ in begun) for group, begun in calls.groups.items()})
 
         if any_autocast_enabled():
             torch.clear_autocast_cache()
@@ -549,7 +554,7 @@ def _forget_oldest(by_layout: dict[Any, Any]) -> None:
 
 def _detached(result: Any) -> Any:
     """The result as a replay returns it: without a history."""
-    return tree_map_only(torch.Tensor, lambda t: t.detach() if t.requires_grad and not t.is_leaf else t, result)
+    return tree_map_only(torch.Tensor, lambda t: t.detach() if t.requires_grad else t, result)
 
 
 def _said(error: BaseException) -> str:

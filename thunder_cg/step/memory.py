@@ -20,6 +20,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from thunder_cg.compat.distributed import local_tensor
 from thunder_cg.compat.torch import has_storage, making_states_in
 from thunder_cg.runtime.backend import Backend
 from thunder_cg.runtime.tensors import span
@@ -61,4 +62,4 @@ def making_states_apart(state: StepState, backend: Backend) -> Iterator[None]:
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of memory between the first and the last element of each, together."""
-    return sum(span(tensor) * tensor.element_size() for tensor in tensors if has_storage(tensor))
+    return sum(span(each) * each.element_size() for each in map(local_tensor, tensors) if has_storage(each))

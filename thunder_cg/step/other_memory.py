@@ -23,6 +23,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from thunder_cg.compat.distributed import local_tensor
 from thunder_cg.compat.torch import storage_id, storage_use_count, version
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.backend import Pool
@@ -38,7 +39,7 @@ class Addresses:
 
     def user_of(self, tensor: Tensor) -> str | None:
         """The name of a kernel that got an address in the tensor's storage, if it has one."""
-        start = address_if_any(tensor)
+        start = address_if_any(tensor := local_tensor(tensor))
         return self.user_of_memory(start, tensor.untyped_storage().nbytes()) if start else None
 
     def user_of_memory(self, start: int, nbytes: int) -> str | None:

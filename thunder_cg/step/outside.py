@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from thunder_cg.compat.distributed import allows_implicit_replication
 from thunder_cg.compat.torch import Settings, kernel_settings
-from thunder_cg.step.facts import Content, Facts
+from thunder_cg.step.facts import Content
 
 
 def _autocast(kind: str) -> Any:
@@ -31,6 +32,7 @@ _thread_states: dict[str, Callable[[], Any]] = {
         torch.get_default_device,
     )
 }
+_thread_states["implicit replication of DTensors"] = allows_implicit_replication
 _thread_states |= {f"autocast for {kind}": partial(_autocast, kind) for kind in ("cuda", "cpu")}
 
 
@@ -42,21 +44,32 @@ def thread_states() -> tuple[Any, ...]:
 _kernel_settings = kernel_settings(Settings.ALL)
 
 
-def states_outside(device: torch.device) -> Facts:
+def states_outside(device: torch.device) -> dict[str, Any]:
     """What a step may change that is neither an argument nor read by a name, and that no replay would change."""
-    facts: Facts = {"what PyTorch chooses kernels by": _kernel_settings()}
+    facts: dict[str, Any] = {"what PyTorch chooses kernels by": _kernel_settings()}
     if device.type != "cpu":
         facts |= {"the current stream": torch.cuda.current_stream(), "the current device": torch.cuda.current_device()}
     return random_states(device) | dict(zip(_thread_states, thread_states())) | facts
 
 
-def random_states(device: torch.device) -> Facts:
+_PYTHONS, _NUMPYS = (f"the state of {whose}'s random numbers" for whose in ("Python", "NumPy"))
+
+
+def shared_generator(value: Any) -> str | None:
+    """What `random_states` calls the state of a generator, if it is the one that all share; None otherwise."""
+    if value is random.random.__self__:  # type: ignore[attr-defined]
+        return _PYTHONS
+    numpy = sys.modules.get("numpy")
+    return _NUMPYS if numpy is not None and value is numpy.random.get_state.__self__ else None
+
+
+def random_states(device: torch.device) -> dict[str, Any]:
     """States of random numbers that no replay draws: those of Python and NumPy, and the CPU's beside a GPU's graph."""
-    facts: Facts = {"the state of Python's random numbers": hash(random.getstate())}
+    facts: dict[str, Any] = {_PYTHONS: hash(random.getstate())}
     if device.type != "cpu":
         facts["the state of PyTorch's random numbers on the CPU"] = Content(torch.get_rng_state().numpy().tobytes())
     if "numpy" in sys.modules:
         import numpy
 
-        facts["the state of NumPy's random numbers"] = hash(pickle.dumps(numpy.random.get_state(legacy=False)))
+        facts[_NUMPYS] = hash(pickle.dumps(numpy.random.get_state(legacy=False)))
     return facts

@@ -39,14 +39,8 @@ import torch
 from torch import nn
 
 from thunder_cg.compat.lines import PACKAGES, is_torchs
-from thunder_cg.compat.torch import (
-    IS_PROFILING,
-    dictionary_of,
-    function_before_dynamo,
-    is_compiled_by_dynamo,
-    module_dictionaries,
-    names_of,
-)
+from thunder_cg.compat.torch import IS_PROFILING, dictionary_of, module_dictionaries, names_of
+from thunder_cg.compat.torch_compile import function_before_dynamo, is_compiled_by_dynamo
 
 
 def _folders_of_packages() -> list[str]:
@@ -210,10 +204,14 @@ def _with_names(found: dict[Any, Read], compiled: Set[Any]) -> list[Read]:
     for place, read in found.items():
         key = read.label, read.only_grows
         labels[key] += 1
-        count = labels[key]
-        label = read.label if count == 1 else f"{read.label} (the {count}. of this name)"
+        label = numbered(read.label, labels[key])
         reads.append(replace(read, label=label, place=place, is_compiled=place in compiled))
     return reads
+
+
+def numbered(label: str, count: int) -> str:
+    """A name for the thing of this name that comes after ``count - 1`` others."""
+    return label if count == 1 else f"{label} (the {count}. of this name)"
 
 
 def is_compiled(value: Any) -> bool:

@@ -25,10 +25,11 @@ from torch import Tensor
 from torch.random import fork_rng
 
 from thunder_cg.compat.cuda import hidden_capture, is_of_capture
-from thunder_cg.compat.distributed import ProcessGroup
+from thunder_cg.compat.distributed import ProcessGroup, local_tensor
 from thunder_cg.compat.torch import (
     Settings,
     has_storage,
+    is_zero_tensor,
     kernel_settings,
     keystr,
     tree_flatten,
@@ -41,20 +42,19 @@ from thunder_cg.errors import CaptureLater, CaptureRefused, ReplayRefused
 from thunder_cg.runtime.agreement import Collectives
 from thunder_cg.runtime.arena import Arena
 from thunder_cg.runtime.backend import Backend, Graph, Pool
-from thunder_cg.runtime.guards import Guard
 from thunder_cg.runtime.inputs import CopiedInput, place
 from thunder_cg.runtime.outputs import AliasedInput, Outputs
 from thunder_cg.runtime.recording import RecordingUse
-from thunder_cg.runtime.tensors import address_if_any, copy_all, is_plain
+from thunder_cg.runtime.tensors import address_if_any, copy_all, is_plain, layout
 from thunder_cg.step.averages import known_to_be_positive
 from thunder_cg.step.calls import Calls
-from thunder_cg.step.facts import ATOMS, Facts
+from thunder_cg.step.facts import ATOMS
 from thunder_cg.step.fixes import change_between, fix_of_argument, fix_of_change, fix_of_moved
 from thunder_cg.step.gradients import LIKE, ExpectedGradients, GradientsBefore, GraphGradient, Overwritten, place_of
 from thunder_cg.step.memory import nbytes
 from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, memory_of_tensors, moved, refuse_other_memory
 from thunder_cg.step.outside import states_outside
-from thunder_cg.step.places import Carried
+from thunder_cg.step.places import Carried, in_two_places
 from thunder_cg.step.reads import Read, is_constant, settings_in
 from thunder_cg.step.snapshot import Snapshot
 from thunder_cg.step.stack import clear_stack
@@ -73,6 +73,7 @@ class Batch:
     """The arguments of one call: tensors on the device of the graphs, and the rest."""
 
     tensors: list[Tensor]
+    same: dict[int, int]  # positions of tensors that are the same one as an earlier one, and its position
     constants: tuple[Any, ...]  # the type and the value of each leaf, and more; `_TENSOR` for a tensor
     structure: Any  # None if each argument is a tensor
 
@@ -89,7 +90,8 @@ class Batch:
                 name = _name(tensor, leaves, structure)
                 problem = f"{name} is on {tensor.device}, and the step's graph on {device_type}"
                 raise CaptureRefused(f"{problem}; move the batch to the device before the call")
-            if type(tensor) is not Tensor or tensor.requires_grad or tensor.is_nested or not has_storage(tensor):
+            has_memory = has_storage(tensor) and not is_zero_tensor(tensor)
+            if type(tensor) is not Tensor or tensor.requires_grad or tensor.is_nested or not has_memory:
                 kind = "tensor that requires grad" if tensor.requires_grad else type(tensor).__name__
                 kind = "nested tensor" if tensor.is_nested else kind
                 fix = "pass it detached, or have the step read it from outside"
@@ -104,13 +106,14 @@ class Batch:
                 name = _name(leaf, leaves, structure)
                 raise CaptureRefused(f"{name} is a {type(leaf).__name__}; {fix_of_argument(leaf)}")
         constants = tuple(_TENSOR if isinstance(leaf, Tensor) else _constant(leaf) for leaf in leaves)
-        return cls(tensors, constants, structure)
+        ids = [*map(id, tensors)]
+        same = {} if len({*ids}) == len(ids) else {i: at for i, each in enumerate(ids) if (at := ids.index(each)) != i}
+        return cls(tensors, same, constants, structure)
 
     @property
     def layout(self) -> Any:
         """What has to be equal for two batches to be laid out alike."""
-        shapes = tuple((tuple(t.shape), t.stride(), t.dtype, t.device) for t in self.tensors)
-        return shapes, self.constants, self.structure
+        return tuple(map(layout, self.tensors)), self.constants, (self.structure, *self.same.items())
 
     def call(self, fn: Callable[..., Any], tensors: Iterable[Tensor]) -> Any:
         """Calls ``fn`` with other tensors in the places of the batch's; `CaptureRefused` if it changes one of them.
@@ -123,9 +126,10 @@ class Batch:
         places = [*map(place_of, given)]
         args, kwargs = (leaves, {}) if self.structure is None else tree_unflatten(leaves, self.structure)
         result = fn(*args, **kwargs)
-        if any(t.requires_grad or vars(t) or place_of(t) != place for t, place in zip(given, places)):
-            fix = "take another tensor of its content, as in x = x.detach().requires_grad_()"
-            raise CaptureRefused(f"the step changes a tensor that is an argument; {fix}")
+        for tensor, before in zip(given, places):
+            if tensor.requires_grad or vars(tensor) or place_of(tensor) != before:
+                fix = "take another tensor of its content, as in x = x.detach().requires_grad_()"
+                raise CaptureRefused(f"the step changes {_name(tensor, leaves, self.structure)}; {fix}")
         if self.structure is not None:
             left, structure = tree_flatten((args, kwargs))
             if structure != self.structure or not all(map(is_, left, leaves)):
@@ -144,10 +148,10 @@ def changed_argument(before: Any, after: Any) -> tuple[str, Any, Any] | None:
 
     Its name, and its values before and after: "argument 0"; or, of a tensor, "the shape of argument 0", and the shapes.
     """
-    (shapes, then, structure, *rest), (now_shapes, now, now_structure, *now_rest) = before, after
-    if (structure, rest) != (now_structure, now_rest):
+    (shapes, then, *rest), (now_shapes, now, *now_rest) = before, after
+    if rest != now_rest:
         return None
-    pairs = zip(shapes, now_shapes)
+    (structure, *_), pairs = rest[0], zip(shapes, now_shapes)
     for i, (a, b) in enumerate(zip(then, now)):
         if a is b is _TENSOR:
             (old, *_), (new, *_) = next(pairs)
@@ -176,7 +180,6 @@ class StepRecording(RecordingUse):
 
     layout: Any
     arena: Arena
-    guard: Guard
     state: StepState
     graph: Graph
     outputs: Outputs
@@ -195,7 +198,7 @@ class StepRecording(RecordingUse):
     last_call: int = 0  # of the step that used it
     without_graphs: int = 0  # what a call in Python has allocated at a time, at least
     collectives: Collectives | None = None  # that it holds
-    communicates: Mapping[ProcessGroup, Sequence[str]] = field(default_factory=dict)  # the names of these, in order
+    communicates: Mapping[ProcessGroup, Sequence[tuple[str, int]]] = field(default_factory=dict)  # see `Calls.groups`
     before: tuple[Snapshot, GradientsBefore] | None = None  # the capture, until the first replay
 
     def arenas(self) -> list[Arena]:
@@ -238,9 +241,9 @@ class StepRecording(RecordingUse):
             carried: what `carried_in` has returned.
             left: gradients that earlier replays have left, of this recording or another one.
         """
-        if not self.guard.holds([*batch.tensors]):
-            return "the batch is aligned otherwise than the one that was captured"
         if any(address_if_any(tensor) in self.memory for tensor in (*batch.tensors, *carried)):
+            return _SHARES
+        if carried and _storages(batch.tensors) & _storages(carried):
             return _SHARES
         if self.overwritten.are_held() or (left is not self.left and self._may_reuse(left)):
             return "a gradient of an earlier step is still held, and a replay would overwrite it; clone it"
@@ -283,7 +286,7 @@ class StepRecording(RecordingUse):
         self.graph.replay([each.source(inputs) for each in self.sources], targets)
         if self.collectives is not None:
             self.collectives.count_replay()
-        self.outputs.derive(results, [*inputs, *self.state.tensors])
+        self.outputs.derive(results, [*inputs, *self.state.memory])
         for put, structure, count in reversed(self.carried):
             results, tensors = results[:-count], results[-count:]
             put(tree_unflatten(tensors, structure))
@@ -367,6 +370,7 @@ class _Body:
         for (_, at, _, _, _), value in zip(found, given):
             at.put(value)
         yield left
+        puts: list[tuple[str, Carried]] = []
         for (label, at, before, then, tensors), value in zip(found, given):
             now, is_given = Carried.of(left_there := at.get(), self._state.device.type), left_there is value
             at.put(before)
@@ -376,6 +380,9 @@ class _Body:
                 raise CaptureRefused(f"the step leaves something else in {label} than a new tensor like the one before")
             self.carried.append((at.put, now.structure, len(now.tensors)))
             left += now.tensors
+            puts.append((label, now))
+        if (problem := in_two_places(puts)) is not None:
+            raise CaptureRefused(f"after the step, {problem}")
 
     def _take_appended(self, lists: Iterable[_Grown]) -> list[Tensor]:
         """What the step has appended to lists, which get back what they had. See Note [Lists that grow] in reads.py."""
@@ -392,7 +399,7 @@ class _Body:
         return left
 
     def copied_out(self, pool: Pool, results: Sequence[Any]) -> list[Tensor]:
-        tensors = [*self._buffers, *self._state.tensors]
+        tensors = [*self._buffers, *self._state.memory]
         inputs = [AliasedInput.of(i, tensor) for i, tensor in enumerate(tensors) if has_storage(tensor)]
         self.outputs = Outputs([*results], inputs, [True] * len(results), self._state.device, pool.alias)
         return self.outputs.sources()
@@ -475,8 +482,6 @@ class StepCapture:
 
         In both cases everything is as before: see Note [Effects once] in snapshot.py.
         """
-        if self.state.objections:
-            raise CaptureRefused(self.state.objections[0])
         suspects: list[Tensor] = []
         said: set[str] = set()
         with ExitStack() as moves:
@@ -525,14 +530,17 @@ class StepCapture:
     def _record(self, before: GradientsBefore) -> StepRecording:
         state, batch = self.state, self.batch
         pool = self.arena.pool(state.device)
-        inputs = [*batch.tensors, *state.carried_tensors()]
-        if _storages(inputs) & _storages([*state.tensors, *(each for each in before.memory if each is not None)]):
+        carried = state.carried_tensors()
+        inputs = [*batch.tensors, *carried]
+        others = _storages([*state.memory, *(each for each in before.memory if each is not None)])
+        if _storages(inputs) & others or _storages(batch.tensors) & _storages(carried):
             raise CaptureLater(_SHARES)
-        guard = Guard([*batch.tensors], [], frozenset())
+        if (problem := in_two_places(zip((label for label, *_ in state.carried), state.carried_values()))) is not None:
+            raise CaptureLater(problem)
         memory = {at: tensor for at, tensor in memory_of_tensors(state.device).items() if at not in before.moved}
-        copied, buffers = place(pool, inputs, frozenset(), {})
+        copied, buffers = place(pool, inputs, frozenset(), batch.same)
         copy_all([each.target for each in copied], [each.source(inputs) for each in copied])
-        versions = [version(tensor) for tensor in (*state.tensors, *buffers)]
+        versions = [version(tensor) for tensor in (*state.with_memory, *buffers)]
         places = state.places_of_tensors()
         body = _Body(self.fn, batch, buffers, state, self.calls)
         outside = states_outside(state.device)
@@ -549,7 +557,7 @@ class StepCapture:
         missing = self._what_replays_would_miss()
         addresses = Addresses(body.addresses)
         own = [*graph.tensors(), *outputs.sources(), *buffers, *targets, *(each.buffer for each in copied)]
-        known = [*state.tensors, *inputs, *before.memory]
+        known = [*state.memory, *inputs, *(each if each is None else local_tensor(each) for each in before.memory)]
         refuse_other_memory(addresses, known, [*own, *self._held_elsewhere()], state.device, pool, memory)
         kernels = kernel_settings(Settings.ALL)
         tensors, expected = [parameter.grad for parameter in state.parameters], before.expected(addresses)
@@ -559,7 +567,6 @@ class StepCapture:
         return StepRecording(
             layout=batch.layout,
             arena=self.arena,
-            guard=guard,
             state=state,
             graph=graph,
             outputs=outputs,
@@ -570,7 +577,7 @@ class StepCapture:
             without_gradient=[p for p, g in zip(state.parameters, tensors) if g is None],
             overwritten=Overwritten(each for each in left if id(each.tensor) not in kept),
             touched=touched,
-            memory=_storages([*state.tensors, *(each for each in expected if isinstance(each, Tensor))]),
+            memory=_storages([*state.memory, *(each for each in expected if isinstance(each, Tensor))]),
             gradient_nbytes=nbytes(g for g in tensors if g is not None and _is_in(g, pool)),
             only_once=missing,
             carried=body.carried,
@@ -587,7 +594,7 @@ class StepCapture:
         Args:
             versions: before the step, of the state's tensors and of the buffers that stand for the arguments.
         """
-        tensors = self.state.tensors
+        tensors = self.state.with_memory
         has_changed = [version(tensor) != then for tensor, then in zip((*tensors, *buffers), versions)]
         if any(has_changed[len(tensors) :]):
             raise CaptureRefused("the step writes to an argument; clone it first")
@@ -596,7 +603,7 @@ class StepCapture:
         counters = {id(each.n_averaged) for each in self.state.averages}  # their versions say who else writes to them
         return [each for each, changed in zip(tensors, has_changed) if changed and id(each) not in counters]
 
-    def _refuse_what_python_did(self, outside: Facts) -> None:
+    def _refuse_what_python_did(self, outside: Mapping[str, Any]) -> None:
         """`CaptureRefused` if the call has done or changed what is not part of the state, and no replay would.
 
         Args:
@@ -627,7 +634,7 @@ class StepCapture:
             return refused.with_traceback(None)
         return None
 
-    def _refuse_change(self, before: Facts, after: Facts) -> None:
+    def _refuse_change(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
         if (change := change_between(before, after)) is not None:
             fix = fix_of_change(change, self.state.facts, {}, in_step=True)
             if not fix:
@@ -638,12 +645,12 @@ class StepCapture:
         """Tensors that may be in the arena, besides those of the new graph."""
         held = [
             *GraphGradient.tensors(),
-            *(parameter.grad for parameter in self.state.parameters if parameter.grad is not None),
+            *(local_tensor(parameter.grad) for parameter in self.state.parameters if parameter.grad is not None),
             *self.state.tensors_in_holders(),
         ]
         for other in self.others:
             held += [*other.graph.tensors(), *other.outputs.sources(), *other.buffers()]
-            held += other.gradients_before.tensors  # which a graph may have left that is gone
+            held += map(local_tensor, other.gradients_before.tensors)  # which a graph may have left that is gone
         return held
 
 
@@ -654,7 +661,8 @@ def _extend(get: Callable[[], Any], items: list[Any]) -> None:
 def _refuse_gradients(state: StepState) -> None:
     """`CaptureRefused` if one is sparse, or no plain tensor."""
     for parameter in state.parameters:
-        if not is_plain(gradient := parameter.grad):
+        gradient = None if parameter.grad is None else local_tensor(parameter.grad)
+        if not is_plain(gradient):
             problem = f"a gradient is a {type(gradient).__name__}, not a plain tensor"
             raise CaptureRefused(f"{problem}; put a plain one there")
         if gradient is not None and not has_storage(gradient):
@@ -664,8 +672,8 @@ def _refuse_gradients(state: StepState) -> None:
 
 def _storages(tensors: Iterable[Tensor]) -> frozenset[int]:
     """Where they begin."""
-    return frozenset(map(address_if_any, tensors)) - {0}
+    return frozenset(map(address_if_any, map(local_tensor, tensors))) - {0}
 
 
 def _is_in(tensor: Tensor, pool: Pool) -> bool:
-    return any(start <= address_if_any(tensor) < stop for start, stop in pool.ranges())
+    return any(start <= address_if_any(local_tensor(tensor)) < stop for start, stop in pool.ranges())

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from thunder_cg.compat.distributed import local_tensor
 from thunder_cg.compat.torch import (
     addresses_equal,
     attribute_guard,
@@ -40,8 +41,9 @@ from thunder_cg.step.attributes import Attributes, Names
 from thunder_cg.step.collector import CONTAINERS, Collector, Watch, is_simple
 from thunder_cg.step.facts import Facts, Same, is_equal
 from thunder_cg.step.gradients import place_of
-from thunder_cg.step.places import Carried, Place, places_of
-from thunder_cg.step.reads import GROWING, MISSING, Called, Read, content_of_cell, links_of, reads_of
+from thunder_cg.step.outside import shared_generator
+from thunder_cg.step.places import Carried, Place, in_two_places, places_of
+from thunder_cg.step.reads import GROWING, MISSING, Called, Read, content_of_cell, is_compiled, links_of, reads_of
 from thunder_cg.step.snapshot import Snapshot
 
 
@@ -61,9 +63,12 @@ class StepState:
         kinds, compiled_kinds: classes of the user's objects, and those of objects that what is compiled may read.
         objects: of all of these classes.
         tensors: all that were found on the graphs' device.
+        memory: what has the memory of each: of a DTensor, its part on this rank.
+        with_memory: all of both.
         parameters: those of them that get gradients, or have one, as frozen ones may that the step unfreezes.
         averages: moving averages of models that have been updated once.
-        objections: why no graph would be right, in words, such as a hook, which runs Python in the middle of a step.
+        objection: why no graph would be right, in words; None if one may be.
+        hooked: the same, if it is a hook, which runs Python in the middle of a step, and may change something there.
     """
 
     def __init__(
@@ -84,7 +89,7 @@ class StepState:
         self._places = {read.place for read, _ in reads}
         simple = Collector(device_type, self._names, carried)
         self._paths = [read.path for read, _ in reads if read.path is not None]
-        self._lines = {read.label: read.line for read, _ in reads}
+        self._lines = {shared_generator(value) or read.label: read.line for read, value in reads}
         self._growing = [read for read, _ in reads if read.only_grows]
         reads = [(read, value) for read, value in reads if not read.only_grows]
         reads = [(read, value) for read, value in reads if not self._is_carried(read, value, simple)]
@@ -102,9 +107,12 @@ class StepState:
         heavy = self._collect_roots()
         self._behind_names, self._of_roots = Watch(others), Watch(heavy)
         self._hooks_registered = registered_hooks()
-        self.facts: Facts = {**simple.facts, **others.facts, **heavy.facts, **self._facts_of_lists()}
-        self.objections = [*simple.objections, *others.objections, *heavy.objections]
+        self.facts = Facts.of(simple.facts, others.facts, heavy.facts, self._facts_of_lists())
+        self.hooked = self._said(*simple.hooked, *others.hooked, *heavy.hooked)
+        self.objection = self.hooked or self._said(*simple.objections, *others.objections, *heavy.objections)
         self.tensors = [*{**simple.tensors, **others.tensors, **heavy.tensors}.values()]
+        self.memory = [*map(local_tensor, self.tensors)]
+        self.with_memory = [*{id(tensor): tensor for tensor in (*self.tensors, *self.memory)}.values()]
         self.parameters = [tensor for tensor in self.tensors if _may_get_gradient(tensor)]
         self._holders = [*others.holders, *heavy.holders]
         self.averages = heavy.averages
@@ -178,7 +186,7 @@ class StepState:
         collector.add_definitions()
         for name, hooks in global_hooks():
             collector.facts[name] = len(hooks)
-            collector.objections += [f"{name}: PyTorch has a hook for all of them, which runs Python"] * bool(hooks)
+            collector.hooked += [f"{name}: PyTorch has a hook for all of them, which runs Python"] * bool(hooks)
         return collector
 
     def guard_tensors(self, arguments: Sequence[Tensor]) -> None:
@@ -190,11 +198,10 @@ class StepState:
         device = self.device
         if (other := next((t.device for t in (*self.tensors, *arguments) if t.device != device), None)) is not None:
             raise CaptureRefused(f"the step uses tensors on {device} and on {other}, and a graph is on one device")
-        for tensor in self.tensors:
+        for tensor in self.memory:
             kind = type(tensor)
             if is_wrapper(tensor) or not (isinstance(tensor, nn.Parameter) or kind in (Tensor, nn.Buffer)):
-                fix = "; take thunder.distributed for what it does" * (kind.__name__ == "DTensor")
-                raise CaptureRefused(f"the step uses a {kind.__name__}, which is no plain tensor{fix}")
+                raise CaptureRefused(f"the step uses a {kind.__name__}, which is no plain tensor")
             if tensor.is_nested:
                 raise CaptureRefused("the step uses a nested tensor, which has no shape; pad it")
             if tensor.is_inference():
@@ -202,9 +209,9 @@ class StepState:
                 raise CaptureRefused(f"{problem}; clone it outside of inference mode, or make it in no_grad()")
             if not has_storage(tensor):
                 raise CaptureRefused(f"the step uses a tensor with the layout {tensor.layout}, which has no address")
-        self._metadata = tensor_guards(self.tensors)
-        self._addresses: list[int | None] = [tensor.data_ptr() for tensor in self.tensors]
-        self._indices = [*range(len(self.tensors))]
+        self._metadata = tensor_guards(self.with_memory)
+        self._addresses: list[int | None] = [tensor.data_ptr() for tensor in self.memory]
+        self._indices = [*range(len(self.memory))]
 
     def carried_if_unchanged(self) -> list[Tensor] | None:
         """The tensors that are carried now, if nothing has changed. See Note [Cheap checks of a state]."""
@@ -212,7 +219,9 @@ class StepState:
             return None
         values = self.carried_values()
         are_alike = [value.fact for value in values] == [fact for _, _, fact in self.carried]
-        return [tensor for value in values for tensor in value.tensors] if are_alike else None
+        if not are_alike or in_two_places((label, each) for (label, *_), each in zip(self.carried, values)):
+            return None
+        return [tensor for value in values for tensor in value.tensors]
 
     def holds(self) -> bool:
         """Whether nothing has changed, besides what is carried."""
@@ -228,8 +237,8 @@ class StepState:
             return False
         if not self.tensors:
             return True
-        same = addresses_equal(self.tensors, self._addresses, self._indices)
-        return bool(same and self._metadata.check(*self.tensors))
+        same = addresses_equal(self.memory, self._addresses, self._indices)
+        return bool(same and self._metadata.check(*self.with_memory))
 
     def _are_facts_same(self) -> bool:
         """Collects the facts again where something was written to. Those of roots are many."""
@@ -251,6 +260,14 @@ class StepState:
         self._hooks_registered = registered_hooks()
         return True
 
+    def _said(self, *objections: str) -> str | None:
+        """The first one, with the line of the user's code that names what it is about."""
+        if not objections:
+            return None
+        problem, *fix = objections[0].split("; ", 1)
+        line = "" if re.search(r":\d", problem) else self.line_of(problem)
+        return "; ".join((problem + line, *fix))
+
     def line_of(self, change: str) -> str:
         """The line of the user's code that names what a change is of: " (see train.py:31)"; "" if none is known."""
         label = re.sub(r"^(len\(|what |the order of |the bases of |type\()+", "", change)
@@ -262,12 +279,25 @@ class StepState:
         names = [label for label, fact in self.facts.items() if isinstance(fact, Same) and fact.value is tensor]
         return min(names, key=len)
 
+    def kept_by_autocast(self) -> str | None:
+        """The name of a weight that an autocast around the step casts, and keeps cast for later calls; None if none is.
+
+        What Thunder or Dynamo compiles casts weights by itself.
+        """
+        if not (torch.is_autocast_enabled(self._device_type) and torch.is_autocast_cache_enabled()):
+            return None
+        modules = [module for _, root in self._roots if isinstance(root, nn.Module) for module in root.modules()]
+        compiled = {id(each) for module in modules if is_compiled(module) for each in module.parameters()}
+        casts = (each for each in self.parameters if each.requires_grad and each.dtype is torch.float32)
+        kept = next((each for each in casts if id(each) not in compiled), None)
+        return None if kept is None else self.name_of(kept)
+
     def optimizers(self) -> list[Optimizer]:
         return [root for _, root in self._roots if isinstance(root, Optimizer)]
 
     def places_of_tensors(self) -> list[Any]:
         """Where each is, and how it is laid out."""
-        return [place_of(t) if has_storage(t) and not t.is_nested else None for t in self.tensors]
+        return [place_of(t) if has_storage(t) and not t.is_nested else None for t in self.memory]
 
     def moved_since(self, places: Sequence[Any]) -> str | None:
         """What is said of the first tensor that is not where it was; None if all are."""
@@ -290,7 +320,7 @@ class StepState:
 
     def _facts_of_lists(self) -> Facts:
         """See Note [Lists that grow] in reads.py. Where names lead to the same list is a fact."""
-        facts: Facts = {}
+        facts = Facts()
         names: dict[int, str] = {}  # by identity, the first
         for read in self._growing:
             value = read.get()
@@ -302,7 +332,7 @@ class StepState:
         """All that the step may change of it."""
         owners = [value for read, value in self._simple if read.is_owner]
         lists = [value for _, value in self.lists().values()]
-        return Snapshot([*self._holders, *owners, *lists], self._paths, self.tensors)
+        return Snapshot([*self._holders, *owners, *lists], self._paths, self.with_memory)
 
     def tensors_in_holders(self) -> list[Tensor]:
         """What is in containers and objects that the state had, though they may have been replaced since."""

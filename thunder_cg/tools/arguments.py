@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
@@ -27,20 +31,53 @@ class Parser(argparse.ArgumentParser):
 @contextmanager
 def without_warnings_of_others() -> Iterator[None]:
     """Inside, warnings of other packages are not printed, unless ``python -W`` says which are."""
+    log = logging.getLogger("torch.utils.cpp_extension")  # which warns that there is no GPU
+    level = log.level
     with warnings.catch_warnings():
         if not sys.warnoptions:
+            logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # that a machine has no GPU
             warnings.filterwarnings("ignore", module=r"(?!thunder_cg\b|__main__\b)")
-        yield
+            log.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            log.setLevel(level)
+
+
+_interrupts: list[int] = []  # signals that have come to a command
 
 
 def interruptible(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
-    """The exit status of a tool. Says in one line that the user has interrupted it."""
+    """The exit status of a command. Says in one line that the user has interrupted it."""
+    handler = signal.getsignal(signal.SIGINT)
+    is_usual = handler is signal.default_int_handler and threading.current_thread() is threading.main_thread()
+    _interrupts.clear()
+    if is_usual:
+        signal.signal(signal.SIGINT, _interrupt)
     try:
         with without_warnings_of_others():
             return main(argv)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Exception) as error:
+        if not is_interruption(error):
+            raise
         print("interrupted", file=sys.stderr)
         return 130
+    finally:
+        if is_usual:
+            signal.signal(signal.SIGINT, handler)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    _interrupts.append(number)
+    raise KeyboardInterrupt
+
+
+def is_interruption(error: BaseException) -> bool:
+    """Whether an error ends a command because the user has interrupted it.
+
+    Other packages make other errors of `KeyboardInterrupt`, as NumPy does while it is imported.
+    """
+    return isinstance(error, KeyboardInterrupt) or bool(_interrupts)
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:

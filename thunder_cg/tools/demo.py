@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from thunder_cg import cudagraph_transform, explain
 from thunder_cg.progress import Progress
+from thunder_cg.tools.measuring import backend_of, deterministic_algorithms, one_thread, synchronize
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable
@@ -59,8 +60,8 @@ class DemoSettings:
 
     @property
     def backend(self) -> str:
-        """The backend for this device: CUDA graphs, or their stand-in on the CPU."""
-        return "cuda" if self.device.type == "cuda" else "tape"
+        """The backend for this device."""
+        return backend_of(self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,8 +298,7 @@ class Clock:
     def tick(self) -> None:
         self.ticks += 1
         if self.ticks >= UNTIMED and (self.ticks - UNTIMED) % TICKS == 0:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+            synchronize(self.device)
             self.times.append(time.perf_counter())
             self._show()
 
@@ -368,19 +368,10 @@ def run(settings: DemoSettings) -> int:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Inside, kernels add in a fixed order. Otherwise two runs of one program differ, with graphs and without.
-
-    The CPU uses one thread: a model as small as this one is no slower, and other processes disturb it less.
-    """
-    before = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+    """Inside, kernels add in a fixed order. Otherwise two runs of one program differ, with graphs and without."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it; cuBLAS reads it at its first use
-    torch.use_deterministic_algorithms(True)
-    torch.set_num_threads(1)
-    try:
+    with deterministic_algorithms(), one_thread():
         yield
-    finally:
-        torch.use_deterministic_algorithms(before[0])
-        torch.set_num_threads(before[1])
 
 
 def _introduction(settings: DemoSettings, corpus: Corpus) -> Iterator[str]:

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from thunder_cg.files import MARK, refuse_foreign, replace
-from thunder_cg.tools.arguments import Parser, positive
+from thunder_cg.tools.arguments import Parser, is_interruption, positive
 
 if TYPE_CHECKING:
     from thunder_cg import Report
@@ -38,10 +38,11 @@ The inputs are a tuple of positional arguments, a dict of keyword arguments, or 
 with thunder.jit(model, transforms=[cudagraph_transform()]), unless it is compiled already. It is called --calls times;
 if a result requires grad, each call is followed by a backward of the sum of the results.
 
-If FILE raises, or is interrupted, the reports say what happened until then.
+If FILE raises, ends with an error or is interrupted, the reports say what happened until then.
 
 Exits with 0 if all operators are captured, 1 if some are eager, a region or a step has no graph, nothing is compiled or
-FILE raises, with the reasons on the standard error, 2 for wrong arguments, and 130 if it is interrupted."""
+FILE raises, with the reasons on the standard error, 2 for wrong arguments, 130 if it is interrupted, and as FILE does
+if that calls sys.exit with an error."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -53,14 +54,14 @@ def main(argv: Sequence[str]) -> int:
         arguments = _parser(of_script=False).parse_args(argv)
     _check(arguments, file, parser)
     variables, raised = _run_file(file, () if name else arguments.arguments, file.stem if name else "__main__")
-    if raised and isinstance(raised[0], KeyboardInterrupt) and "explain" not in vars(sys.modules["thunder_cg"]):
+    if raised and is_interruption(raised[0]) and "explain" not in vars(sys.modules["thunder_cg"]):
         return 130  # it has compiled nothing, and an import that was interrupted may not be made again
     if name and not raised:
         make = _maker(variables, name, parser)
         with _printing_errors() as raised:
             made = make()
         if raised:  # by the user's function, and nothing is compiled
-            return 130 if isinstance(raised[0], KeyboardInterrupt) else 1
+            return _status(raised[0])
         call = _compiled(made, name, parser)
         variables, raised = {name: call.func}, _make_calls(call, arguments.calls)
     reports = _reports(variables)
@@ -72,11 +73,18 @@ def main(argv: Sequence[str]) -> int:
     _print(reports)
     _write(reports, file.name, arguments.html, arguments.json)
     if raised:
-        return 130 if isinstance(raised[0], KeyboardInterrupt) else 1
+        return _status(raised[0])
     why = _not_captured(reports)
     for said in why:
         print(f"not captured: {said}", file=sys.stderr)
     return int(bool(why))
+
+
+def _status(raised: BaseException) -> int:
+    """The exit status of a file that has raised this, as Python would end."""
+    if isinstance(raised, SystemExit):
+        raise raised
+    return 130 if is_interruption(raised) else 1
 
 
 def _parser(of_script: bool = True) -> Parser:
@@ -122,11 +130,13 @@ def _printing_errors(is_reported: Callable[[], bool] = bool) -> Iterator[list[Ba
     raised: list[BaseException] = []
     try:
         yield raised
-    except KeyboardInterrupt as error:
+    except (KeyboardInterrupt, SystemExit, Exception) as error:
         raised.append(error)
-        print("interrupted", file=sys.stderr)
-    except Exception as error:
-        raised.append(error)
+        if isinstance(error, SystemExit):  # which `main` raises again
+            return
+        if is_interruption(error):
+            print("interrupted", file=sys.stderr)
+            return
         if is_reported():
             print("".join(traceback.format_exception_only(type(error), error)), end="", file=sys.stderr)
             return

@@ -39,11 +39,11 @@ class Rank:
     init_method: str = "env://"
 
     @classmethod
-    def of_torchrun(cls, device_type: str = "cpu") -> Rank | None:
+    def of_torchrun(cls) -> Rank | None:
         """This process, if torchrun started it."""
         if not torch.distributed.is_torchelastic_launched():
             return None
-        return cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), device_type)
+        return cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "cpu")
 
     @property
     def device(self) -> torch.device:
@@ -115,6 +115,3 @@ def _work(task: _RankTask, supervisor: Supervisor) -> None:
     """The group is not destroyed: a graph that was made by hand and lives would hang that. The process ends anyway."""
     task.rank.begin_group()
     supervisor.send_result(task.work(task.rank, supervisor, *task.arguments))
-
-
-__all__ = ["Rank", "RankFailed", "run_on_ranks"]

@@ -184,6 +184,3 @@ def driver() -> str:
     except OSError:
         return ""
     return next((word for word in words if word[:1].isdigit() and "." in word), "")
-
-
-__all__ = ["FOLDER", "Journal", "MeasuredResults", "check_environment", "driver", "environment", "origin", "with_row"]

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from multiprocessing import connection, get_context
+from multiprocessing import connection, get_context, resource_tracker
 from typing import IO, Any, Generic, TypeVar
 from unittest.mock import patch
 
@@ -248,9 +248,14 @@ class Workers(Generic[T]):
         pipe, its_pipe = context.Pipe()
         output = tempfile.NamedTemporaryFile()  # noqa: SIM115
         process = context.Process(target=_serve, args=(its_pipe, output.name, self._work), daemon=True)
+        resource_tracker.ensure_running()  # a process that starts it gives it its variables, and allows the signal
         # Threads share the variables of this process. What a worker imports before it serves prints here.
         with _environment, patch.dict(os.environ, {"PYTHONWARNINGS": "ignore", **self._environment}):
-            process.start()
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for this process alone
+            try:
+                process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
         its_pipe.close()
         self._workers.append(_Worker(process, pipe, output))
         return self._workers[-1]
@@ -344,6 +349,3 @@ def _serve(pipe: connection.Connection, output: str, work: Callable[[Any, Superv
             pipe.send(("raised", failure_text(error)))
             return
         pipe.send(("done", None))
-
-
-__all__ = ["Answer", "Supervisor", "Workers", "failure_text"]

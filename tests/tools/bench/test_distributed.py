@@ -84,7 +84,9 @@ def test_command_measures_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_failed_ranks_cost_one_case(
     jobs: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    settings = RankSettings(torch.device("cuda"), 2, names=("ResNet",), jobs=jobs, json=tmp_path / "results.json")
+    settings = RankSettings(
+        device=torch.device("cuda"), ranks=2, names=("ResNet",), jobs=jobs, json=tmp_path / "results.json"
+    )
     cases = [case.name for case in settings.chosen]
 
     def run(work: Any, arguments: Any, size: int, kind: str, timeout: float, on_progress: Any, on_result: Any) -> None:
@@ -108,7 +110,7 @@ def test_a_variant_that_hangs_costs_its_row(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """The others are measured without it, in new processes."""
-    (name,) = (case.name for case in RankSettings(CPU, 2, names=("ddp",)).chosen)
+    (name,) = (case.name for case in RankSettings(device=CPU, ranks=2, names=("ddp",)).chosen)
     asked = []
 
     def run(work: Any, arguments: Any, size: int, kind: str, timeout: float, on_progress: Any, on_result: Any) -> None:
@@ -119,7 +121,9 @@ def test_a_variant_that_hangs_costs_its_row(
         on_result([RankRow(name, each, 1.0) for each in names])
 
     monkeypatch.setattr(rank_run, "run_on_ranks", run)
-    settings = RankSettings(CPU, 2, names=("ddp",), variants=(EAGER, THUNDER, OURS), json=tmp_path / "results.json")
+    settings = RankSettings(
+        device=CPU, ranks=2, names=("ddp",), variants=(EAGER, THUNDER, OURS), json=tmp_path / "results.json"
+    )
     assert rank_run.run_ranks(settings) == 1
     assert THUNDER in asked[0] and asked[1] == [each for each in asked[0] if each != THUNDER]
     assert "| thunder | rank 0: no result within 90 s, in wait |" in capsys.readouterr().out
@@ -170,7 +174,7 @@ def test_page_has_the_times_of_two_gpus() -> None:
 
 def test_names_choose_cases_and_variants() -> None:
     gpu = torch.device("cuda")
-    settings = RankSettings(gpu, 2, names=("GPT, ",), layers=3, tokens=((4, 64),))
+    settings = RankSettings(device=gpu, ranks=2, names=("GPT, ",), layers=3, tokens=((4, 64),))
     names = [case.name for case in settings.chosen]
     assert names == [f"GPT, 3 layers, width 768, training 4 x 64 tokens, {p}" for p in (DDP, ZERO2, ZERO3, TENSOR)]
     case = RankCase(settings.chosen[0].case, DDP, gpu)

@@ -11,7 +11,7 @@ import pytest
 import thunder
 import torch
 from suite_models import MODELS, Small, entry, measured
-from support import without_inductor
+from support import run_what_inductor_gets
 
 from thunder_cg import cudagraph_transform
 from thunder_cg.tools.suite import measure, models
@@ -77,7 +77,7 @@ def test_what_dynamo_breaks_is_counted() -> None:
 
 
 def test_what_thunderfx_leaves_to_inductor_is_an_op_that_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_inductor(monkeypatch)
+    run_what_inductor_gets(monkeypatch)
     found = measured("Diagonal")
     assert found.path == FX and (INDUCTOR, "fill_diagonal_") in outside(found)
     assert found.ops > found.captured and found.agrees == "yes"

@@ -156,7 +156,7 @@ class CudaGraph:
     def _launch(self) -> None:
         if self._launcher is not None:
             with self._capture_stream.lock:
-                (error,) = self._launcher(self._capture_stream.follow())
+                (error,) = self._launcher(self._capture_stream.order.follow())
             if error:
                 refused("to launch a graph", error)
             return
@@ -164,7 +164,7 @@ class CudaGraph:
         with capture_lock, self._capture_stream.lock:
             before = generator.get_offset()
             try:
-                self._capture_stream.follow()
+                self._capture_stream.order.follow()
                 wait_for_draws(self._index)
                 self.torch_graph.replay()  # if the graph draws, this moves the generator on before it launches
             except Exception as error:
@@ -192,7 +192,8 @@ def _make_fast_replay(
     It is a closure, because steady calls spend their host time here. It holds no reference to its graph, so that
     reference counting frees the graph.
     """
-    stream, index, lock = cuda.current_raw_stream, capture_stream.index, capture_stream.lock
+    stream, index = cuda.current_raw_stream, capture_stream.index
+    order, lock = capture_stream.order, capture_stream.lock
 
     def replay(sources: Tensors, targets: Tensors) -> None:
         try:
@@ -201,8 +202,8 @@ def _make_fast_replay(
             if set_targets is not None:
                 set_targets(targets)
             with lock:
-                if (raw := stream(index)) != capture_stream.last_raw:
-                    capture_stream.follow()
+                if (raw := stream(index)) != order.last_raw:
+                    order.follow()
                 (error,) = launch(raw)
         except ReplayRefused:
             raise

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, ClassVar
@@ -28,7 +28,7 @@ from thunder_cg.compat.torch import deterministic_fill, keep_with_storage
 from thunder_cg.runtime.backend import CopiedOut, Function, Tensors
 from thunder_cg.runtime.cuda import copy_nodes
 from thunder_cg.runtime.cuda.graph import CudaGraph
-from thunder_cg.runtime.cuda.streams import CaptureLock, CaptureStream, capture_lock, capturing, own_pools
+from thunder_cg.runtime.cuda.streams import CaptureLock, CaptureStream, StreamOrder, capture_lock, capturing, own_pools
 from thunder_cg.runtime.early_outputs import EarlyCopier
 from thunder_cg.runtime.tensors import copy_all
 
@@ -72,8 +72,8 @@ class CudaPool:
         self._device = device
         self._index = device.index if device.index is not None else torch.cuda.current_device()
         copy_nodes.available(self._index)  # compiles its kernels, which would be slow in a capture
-        self._last: torch.cuda.Stream | None = None  # the caller's stream that used the pool last
-        self._last_raw = 0
+        self._order = StreamOrder(self._index)  # of the callers' streams that use the pool
+        self.enter: Callable[[], object] = self._order.follow  # without a call between: each call of the user's does it
         self._ran_out = False  # whether the last capture ran out of memory
         self._private_pools: weakref.WeakSet[PrivatePool] = weakref.WeakSet()  # the own one and those of old graphs
         self._open_private_pool()
@@ -92,20 +92,12 @@ class CudaPool:
         self._private_pools.add(self._private_pool)
         self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()  # of this private pool
 
-    def enter(self) -> None:
-        raw = cuda.current_raw_stream(self._index)
-        if self._last is None or raw != self._last_raw:
-            current = torch.cuda.current_stream(self._index)
-            if self._last is not None:
-                current.wait_stream(self._last)
-            self._last, self._last_raw = current, raw
-
     @contextmanager
     def _on_capture_stream(self) -> Iterator[torch.cuda.Stream]:
         """The capture stream, ordered after the caller's stream, which is yielded, and the caller's stream after it."""
         current = torch.cuda.current_stream(self._index)
         with torch.cuda.device(self._index), self._capture_stream.lock:
-            self._capture_stream.follow()
+            self._capture_stream.order.follow()
             # Captures run kernels, too, which set seed and offset, and so may the making of workspaces.
             self._capture_stream.stream.wait_stream(current)
             self._capture_stream.prepare()
@@ -247,7 +239,7 @@ class CudaPool:
     def move(self, tensors: Tensors) -> None:
         # Whichever streams use the memory have to be done with it, and all of them find it moved. The lock, because to
         # wait for the device is an error while another thread captures.
-        with capture_lock, torch.cuda.stream(self._last):
+        with capture_lock, torch.cuda.stream(self._order.last):
             torch.cuda.synchronize(self._index)
             for tensor in tensors:
                 storage = tensor.untyped_storage()

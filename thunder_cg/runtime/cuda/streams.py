@@ -38,7 +38,32 @@ import torch
 
 from thunder_cg.compat import cuda
 
-_drew_on: dict[int, torch.cuda.Stream] = {}  # by device: see Note [Draws on several streams]
+
+class StreamOrder:
+    """The order of what streams of one device use in turn: each use comes after what the last stream had to do.
+
+    Attributes:
+        last: the stream of the last use; None before the first one.
+        last_raw: its handle.
+    """
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self.last: torch.cuda.Stream | None = None
+        self.last_raw = -1  # no stream has this handle
+
+    def follow(self) -> int:
+        """Orders the current stream, which is the next user, after the last one. Returns its handle."""
+        raw = cuda.current_raw_stream(self._index)
+        if raw != self.last_raw:
+            current = torch.cuda.current_stream(self._index)
+            if self.last is not None:
+                current.wait_stream(self.last)
+            self.last, self.last_raw = current, raw
+        return raw
+
+
+_draws: dict[int, StreamOrder] = {}  # by device: see Note [Draws on several streams]
 
 
 class CaptureLock:
@@ -112,8 +137,7 @@ class CaptureStream:
         self.stream = cuda.new_stream(index)
         self.spare = cuda.new_stream(index)  # for captures that must not wait for the other stream
         self.lock = threading.RLock()  # of who uses the workspaces: a warm-up may launch a graph that does, too
-        self.last_raw = 0  # the stream that used the workspaces last
-        self._last: torch.cuda.Stream | None = None
+        self.order = StreamOrder(index)  # of who uses the workspaces, with the lock
         self._users = 0  # pools
         self._made_by = 0  # the thread whose pools these are
         self._pool: cuda.PoolId | None = None
@@ -125,7 +149,7 @@ class CaptureStream:
         with cls._lock:
             user = threading.get_ident(), cuda.current_raw_stream(index)
             here = [each for each in cls._all if each.index == index]
-            used = (each for each in here if each._users and (each._made_by, each.last_raw) == user)
+            used = (each for each in here if each._users and (each._made_by, each.order.last_raw) == user)
             stream = next(used, None) or next((each for each in here if not each._users), None)
             if stream is None:
                 stream = cls(index)
@@ -133,7 +157,7 @@ class CaptureStream:
             stream._users += 1
             stream._made_by = user[0]
         with stream.lock:
-            stream.follow()
+            stream.order.follow()
         return stream
 
     def give_back(self) -> None:
@@ -141,16 +165,6 @@ class CaptureStream:
             self._users -= 1
         if self.all_are_idle() and not self._process_ends():
             free_workspaces()
-
-    def follow(self) -> int:
-        """Orders the current stream, which uses the workspaces next, after the last one. Returns it. With the lock."""
-        raw = cuda.current_raw_stream(self.index)
-        if self._last is None or raw != self.last_raw:
-            current = torch.cuda.current_stream(self.index)
-            if self._last is not None:
-                current.wait_stream(self._last)
-            self._last, self.last_raw = current, raw
-        return raw
 
     def workspace_nbytes(self) -> int:
         segments = cuda.pool_segments([self._pool]) if self._pool is not None else []
@@ -205,11 +219,9 @@ def free_workspaces() -> None:
 
 def wait_for_draws(index: int) -> None:
     """Orders the current stream, which draws next, after the one that drew last."""
-    last = _drew_on.get(index)
-    if last is None or last.cuda_stream != cuda.current_raw_stream(index):
-        _drew_on[index] = current = torch.cuda.current_stream(index)
-        if last is not None:
-            current.wait_stream(last)
+    if index not in _draws:
+        _draws[index] = StreamOrder(index)
+    _draws[index].follow()
 
 
 @contextmanager

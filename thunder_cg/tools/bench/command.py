@@ -3,69 +3,54 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from thunder_cg.tools.arguments import Parser, add_device, device_of, positive
+
+if TYPE_CHECKING:
+    import torch
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command with these arguments. Returns the exit status; wrong arguments leave by `SystemExit(2)`."""
     parser = _parser()
-    arguments = parser.parse_args(argv)
-    if arguments.gpus is not None:
-        return _on_ranks(arguments, parser)
-    if arguments.layers or arguments.tokens:
+    given = parser.parse_args(argv)
+    if given.gpus is None and (given.layers or given.tokens):
         parser.error("--layers and --tokens are for cases on several ranks; give --gpus N, too")
-    from thunder_cg.tools.bench.run import BenchmarkSettings, run
+    device = device_of(given, parser)
+    common = {name: getattr(given, name) for name in ("quick", "names", "variants", "calls", "jobs", "json")}
+    settings: Any
+    measure: Callable[[Any], int]
+    if given.gpus is None:
+        from thunder_cg.tools.bench.run import BenchmarkSettings, run as measure
 
-    settings = BenchmarkSettings(
-        device_of(arguments, parser),
-        arguments.quick,
-        tuple(arguments.cases or [arguments.only]),
-        tuple(arguments.variants),
-        arguments.calls,
-        arguments.jobs,
-        json=arguments.json,
-        plots=arguments.plots,
-    )
-    if arguments.list:
+        settings = BenchmarkSettings(device=device, plots=given.plots, **common)
+    else:
+        from thunder_cg.tools.bench.rank_run import RankSettings, run_ranks as measure
+
+        device = _device_of_ranks(device, given, parser)
+        settings = RankSettings(
+            device=device, ranks=given.gpus, layers=given.layers, tokens=tuple(given.tokens), **common
+        )
+    if given.list:
         print(*(each.name for each in settings.chosen), sep="\n")
         return 0
     try:
-        return run(settings)
+        return measure(settings)
     except (ValueError, ModuleNotFoundError) as error:
         parser.error(str(error))
 
 
-def _on_ranks(arguments: argparse.Namespace, parser: Parser) -> int:
+def _device_of_ranks(device: torch.device, given: argparse.Namespace, parser: Parser) -> torch.device:
     import torch
 
-    from thunder_cg.tools.bench.rank_run import RankSettings, run_ranks
-
-    device, found = device_of(arguments, parser), torch.cuda.device_count()
-    if arguments.gpus > found and arguments.device != "cpu":
-        problem = f"--gpus {arguments.gpus}: this machine has {found} GPUs"
+    found = torch.cuda.device_count()
+    if given.gpus > found and given.device != "cpu":
+        problem = f"--gpus {given.gpus}: this machine has {found} GPUs"
         parser.error(f"{problem}; --device cpu tries small cases with gloo and the tape")
-    settings = RankSettings(
-        torch.device(device.type),
-        arguments.gpus,
-        arguments.quick,
-        tuple(arguments.cases or [arguments.only]),
-        tuple(arguments.variants),
-        arguments.layers,
-        tuple(arguments.tokens),
-        arguments.calls or (10 if arguments.quick else 30),
-        arguments.jobs,
-        arguments.json,
-    )
-    if arguments.list:
-        print(*(case.name for case in settings.chosen), sep="\n")
-        return 0
-    try:
-        return run_ranks(settings)
-    except ValueError as error:
-        parser.error(str(error))
+    return torch.device(device.type)
 
 
 def _tokens(text: str) -> tuple[int, int]:
@@ -86,10 +71,8 @@ def _parser() -> Parser:
     add_device(parser)
     add = parser.add_argument
     add("--quick", action="store_true", help="a few small cases and calls: less than a minute")
-    add("--only", default="", metavar="TEXT", help="measure the cases that have this in their names")
-    add(
-        "--cases", nargs="+", default=[], metavar="TEXT", help="measure the cases that have one of these in their names"
-    )
+    said = "measure the cases that have one of these in their names"
+    add("--only", "--cases", dest="names", nargs="+", default=("",), metavar="TEXT", help=said)
     add("--variants", nargs="+", default=[], metavar="TEXT", help="the variants that have one of these in their names")
     add("--list", action="store_true", help="print the names of all cases and scaling series, and stop")
     add("--calls", type=positive, metavar="N", help="calls per turn (default: 100, with --quick 10)")

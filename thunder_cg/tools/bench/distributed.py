@@ -6,7 +6,6 @@ Only ratios within one run count, not milliseconds.
 from __future__ import annotations
 
 import copy
-import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,26 +20,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thunder_cg.compat.torch import dynamo_recompile_limit, forget_dynamic_sizes, keep_cublas_workspaces, optimize_ddp
+from thunder_cg.compat.torch_compile import (
+    dynamo_recompile_limit,
+    forget_dynamic_sizes,
+    keep_cublas_workspaces,
+    optimize_ddp,
+)
 from thunder_cg.compat.tracing import faster_tracing
 from thunder_cg.report.report import explain
 from thunder_cg.runtime.agreement import seconds_of_agreement
 from thunder_cg.step import GraphedStep
 from thunder_cg.tools.bench.accuracy import bits
-from thunder_cg.tools.bench.measure import (
-    FIRST_CALLS,
-    ROUNDS,
-    TURN_SECONDS,
-    frozen_objects,
-    p99,
-    quiet_collector,
-    subject,
-    why_never_replayed,
-)
+from thunder_cg.tools.bench.measure import FIRST_CALLS, ROUNDS, TURN_SECONDS, subject, why_never_replayed
 from thunder_cg.tools.bench.parallel import COLLECTIVES_EAGER, TENSOR, RankStep, RankSubject, prepare
 from thunder_cg.tools.bench.rank_cases import RankCase
 from thunder_cg.tools.bench.variants import GRAPHED_STEP, OURS, REDUCE_OVERHEAD, THUNDER
 from thunder_cg.tools.demo import same_bits
+from thunder_cg.tools.measuring import free_memory, frozen_objects, memory_peaks, p99, quiet_collector, synchronize
 from thunder_cg.tools.turns import Turns
 from thunder_cg.tools.workers import Supervisor, failure_text
 
@@ -107,42 +103,26 @@ class RankContender:
         torch.manual_seed(dist.get_rank())
         forget_dynamic_sizes()
         # Parts of a DDP module, which Dynamo compiles apart by default, do not go together with reduce-overhead.
-        with self._memory(), optimize_ddp(name != REDUCE_OVERHEAD), faster_tracing():
+        with memory_peaks(self._device) as memory, optimize_ddp(name != REDUCE_OVERHEAD), faster_tracing():
             start, agreed = time.perf_counter(), seconds_of_agreement()
             self.step: RankStep = prepare(name, own)
             times = [self._timed() for _ in range(FIRST_CALLS)]
             self.samples.first_calls = time.perf_counter() - start
             self.samples.agreement = seconds_of_agreement() - agreed
+        self.samples.reserved = memory.reserved
         self.seconds = min(times[3:])
-
-    def _sync(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
     def _timed(self) -> float:
         start = time.perf_counter()
         self.step.call()
-        self._sync()
+        synchronize(self._device)
         return time.perf_counter() - start
-
-    @contextmanager
-    def _memory(self) -> Iterator[None]:
-        if self._device.type != "cuda":
-            yield
-            return
-        gc.collect()
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self._device)
-        before = torch.cuda.memory_reserved(self._device)
-        yield
-        self.samples.reserved = (torch.cuda.max_memory_reserved(self._device) - before) / 1e6
 
     def warm_up(self) -> None:
         """Steps before a turn: after those of other variants, the first ones are slower."""
         for _ in range(2):
             self.step.call()
-        self._sync()
+        synchronize(self._device)
 
     def turn(self, steps: int, control: dist.ProcessGroup) -> None:
         """Measures steps back to back, then as many synchronized ones."""
@@ -151,14 +131,14 @@ class RankContender:
             start = time.perf_counter()
             for _ in range(steps):
                 self.step.call()
-            self._sync()
+            synchronize(self._device)
             self.samples.back_to_back.append((time.perf_counter() - start) / steps * 1e3)
             dist.barrier(group=control)
             for _ in range(steps):
                 start = time.perf_counter()
                 self.step.call()
                 self.samples.host.append((time.perf_counter() - start) * 1e3)
-                self._sync()
+                synchronize(self._device)
                 self.samples.ends.append(time.perf_counter())
 
     def results(self) -> list[Tensor]:
@@ -183,14 +163,7 @@ def measure_case(
             return _Measurement(case, names, steps, supervisor, turns, control).run()
     finally:
         torch.compiler.reset()
-        gc.collect()
-        if case.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-
-def ticks(names: Sequence[str]) -> int:
-    """How many ticks `measure_case` reports."""
-    return len(names) * (1 + ROUNDS)
+        free_memory(case.device)
 
 
 def under_way(stage: str, names: Sequence[str]) -> str | None:

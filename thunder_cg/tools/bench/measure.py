@@ -6,16 +6,15 @@ Only ratios within one run count, not microseconds.
 from __future__ import annotations
 
 import copy
-import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from statistics import median, quantiles
+from statistics import median
 
 import torch
 
-from thunder_cg.compat.torch import dynamo_recompile_limit, forget_dynamic_sizes, keep_cublas_workspaces
+from thunder_cg.compat.torch_compile import dynamo_recompile_limit, forget_dynamic_sizes, keep_cublas_workspaces
 from thunder_cg.progress import Progress
 from thunder_cg.report.programs import locate
 from thunder_cg.report.report import explain
@@ -24,6 +23,7 @@ from thunder_cg.step import GraphedStep
 from thunder_cg.tools.bench import accuracy
 from thunder_cg.tools.bench.cases import BenchmarkCase
 from thunder_cg.tools.bench.variants import OURS, REDUCE_OVERHEAD, THUNDER, VARIANTS, Subject, is_of
+from thunder_cg.tools.measuring import free_memory, frozen_objects, memory_peaks, p99, quiet_collector, synchronize
 from thunder_cg.tools.workers import failure_text
 
 ROUNDS = 5  # turns of each variant
@@ -95,18 +95,18 @@ class Contender:
         """The variant copies the model of `template`."""
         self.subject = Subject(template.case, copy.deepcopy(template.model), template.inputs)
         self.row = BenchmarkRow(template.case.name, name)
-        self._cuda = template.device.type == "cuda"
         self._host: list[float] = []
         self._end_to_end: list[float] = []
         self._back_to_back: list[float] = []
         torch.manual_seed(0)
         forget_dynamic_sizes()  # else sizes that varied in another variant are dynamic from the start
-        with self._memory():
+        with memory_peaks(template.device) as memory:
             start = time.perf_counter()
             self.prepared = VARIANTS[name](self.subject)
             self.sync()
             self.row.prepare_s = time.perf_counter() - start
             times = [self._call()[1] for _ in range(FIRST_CALLS)]
+        self.row.allocated_mb, self.row.reserved_mb = memory.allocated, memory.reserved
         self.row.first_calls_ms = [t * 1e3 for t in times[:3]]
         self.row.compile_s = self.row.prepare_s + times[0]
         self._seconds = min(times[3:])
@@ -115,8 +115,7 @@ class Contender:
             self.row.captured = str(explain(self.prepared.compiled)).splitlines()[0].partition(": ")[2]
 
     def sync(self) -> None:
-        if self._cuda:
-            torch.cuda.synchronize(self.subject.device)
+        synchronize(self.subject.device)
 
     def _call(self) -> tuple[float, float]:
         """Seconds until a call returned, and until the GPU had finished it."""
@@ -125,21 +124,6 @@ class Contender:
         returned = time.perf_counter()
         self.sync()
         return returned - start, time.perf_counter() - start
-
-    @contextmanager
-    def _memory(self) -> Iterator[None]:
-        if not self._cuda:
-            yield
-            return
-        device = self.subject.device
-        gc.collect()
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-        yield
-        self.row.allocated_mb = (torch.cuda.max_memory_allocated(device) - allocated) / 1e6
-        self.row.reserved_mb = (torch.cuda.max_memory_reserved(device) - reserved) / 1e6
 
     def turn(self, calls: int) -> None:
         """Measures synchronized calls, then as many back to back."""
@@ -211,10 +195,8 @@ def measure_case(
             return _measure_variants(case, device, names, calls, progress, compare, ready)
     finally:
         torch.compiler.reset()  # the next case must not reuse compiled code
-        gc.collect()
-        if device.type == "cuda":
-            with suppress(RuntimeError):  # after a CUDA error, which the rows report, no CUDA call works
-                torch.cuda.empty_cache()
+        with suppress(RuntimeError):  # after a CUDA error, which the rows report, no CUDA call works
+            free_memory(device)
 
 
 def ticks(names: Sequence[str]) -> int:
@@ -316,28 +298,3 @@ class _AccuracyCheck:
             step, subject = contender.prepared.step, contender.subject
             row.bits = accuracy.bits(found, self._thunder, lambda: accuracy.step_results(step, subject), accuracy.same)
             self._thunder = []
-
-
-@contextmanager
-def frozen_objects() -> Iterator[None]:
-    """Takes all present objects out of garbage collection, which takes seconds for traces of thousands of operators."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
-@contextmanager
-def quiet_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-def p99(samples: Sequence[float]) -> float:
-    return quantiles(samples, n=100, method="inclusive")[98] if len(samples) > 1 else samples[0]

@@ -30,8 +30,11 @@ from thunder_cg.tools.bench.variants import (
     REDUCE_OVERHEAD,
     THUNDER,
     Subject,
-    recovering_pool,
+    in_one_graph,
+    marked,
+    step_of,
 )
+from thunder_cg.tools.measuring import backend_of
 
 DDP, ZERO2, ZERO3, TENSOR = "ddp", "fsdp zero2", "fsdp zero3", "tensor parallel"
 COLLECTIVES_EAGER = "thunder_cg, collectives eager"
@@ -79,19 +82,7 @@ def _step(
     subject: RankSubject, call: Callable[..., Any], parameters: Sequence[nn.Parameter], compiled: Any = None
 ) -> RankStep:
     """A forward and, in training, a backward that leaves new gradients on the parameters."""
-
-    def train() -> Any:
-        for parameter in parameters:
-            parameter.grad = None
-        loss = call(*subject.inputs)
-        loss.backward()
-        return loss.detach()
-
-    def infer() -> Any:
-        with torch.no_grad():
-            return call(*subject.inputs)
-
-    return RankStep(train if subject.case.trains else infer, parameters, compiled)
+    return RankStep(step_of(subject, call, parameters), parameters, compiled)
 
 
 # -------------------------------------------------------------------------------------------------------------- PyTorch
@@ -108,16 +99,8 @@ def _torch(subject: RankSubject, mode: str | None = None) -> RankStep:
         mesh = dist.device_mesh.init_device_mesh(subject.device.type, (dist.get_world_size(),))
         (_shard if subject.parallel in (ZERO2, ZERO3) else _split)(subject, mesh)
     if mode is not None:
-        call = _marked(torch.compile(call, mode=mode))
+        call = marked(torch.compile(call, mode=mode))
     return _step(subject, call, [*model.parameters()])
-
-
-def _marked(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*inputs: Any) -> Any:
-        torch.compiler.cudagraph_mark_step_begin()
-        return compiled(*inputs)
-
-    return call
 
 
 def _shard(subject: RankSubject, mesh: Any) -> None:
@@ -152,7 +135,7 @@ def _split(subject: RankSubject, mesh: Any) -> None:
 def _thunder(subject: RankSubject, collectives: str | None = None, **options: Any) -> RankStep:
     """Args: collectives: `capture_collectives=` of the transform; None to run without graphs."""
     if collectives is not None:
-        backend: Any = "cuda" if subject.device.type == "cuda" else "tape"
+        backend = backend_of(subject.device)
         transform = cudagraph_transform(backend=backend, capture_collectives=collectives)  # type: ignore[arg-type]
         options["transforms"] = [transform]
     compiled: Any = thunder.jit(subject.model, **options)
@@ -296,27 +279,7 @@ def _nothing() -> None:
 def _hand_made(subject: RankSubject, make_step: Callable[[RankSubject], RankStep]) -> RankStep:
     """One graph of a whole step with its collectives."""
     step = make_step(subject)
-    torch.cuda.synchronize()  # the other stream reads what was made by now
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step.call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    # The watchdog of NCCL asks about events meanwhile, from another thread.
-    mode = "thread_local"
-    with (
-        recovering_pool(subject.device) as pool,
-        torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode),
-    ):
-        output = step.call()
-
-    def replay(alive: Any = step) -> Any:
-        """Keeps alive the tensors that the graph reads."""
-        graph.replay()
-        return output
-
-    return RankStep(replay, step.parameters)
+    return RankStep(in_one_graph(subject, step.call), step.parameters)
 
 
 _VARIANTS: Mapping[str, Callable[[RankSubject], RankStep]] = {

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from thunder_cg.progress import Progress
-from thunder_cg.tools.bench.distributed import RankRow, measure_case, ticks, under_way
-from thunder_cg.tools.bench.measure import EVERY_VARIANT
+from thunder_cg.report.markdown import table
+from thunder_cg.tools.bench.distributed import RankRow, measure_case, under_way
+from thunder_cg.tools.bench.measure import EVERY_VARIANT, ticks
 from thunder_cg.tools.bench.parallel import variants
 from thunder_cg.tools.bench.rank_cases import RankCase, rank_cases
-from thunder_cg.tools.bench.report import line
-from thunder_cg.tools.bench.variants import COMPILE, FLOOR, FLOOR_OF_THUNDER, OURS, OURS_FUSED, THUNDER, is_meant
+from thunder_cg.tools.bench.variants import COMPILE, FLOOR, FLOOR_OF_THUNDER, OURS, OURS_FUSED, THUNDER, CaseSettings
 from thunder_cg.tools.ranks import Rank, RankFailed, run_on_ranks
 from thunder_cg.tools.results import MeasuredResults, environment
 from thunder_cg.tools.turns import Turns
@@ -28,39 +28,25 @@ TIMEOUT = 900.0  # seconds for a case
 NOTE = "Of all ranks the largest. RankRow in thunder_cg/tools/bench/distributed.py says what each number is."
 
 
-@dataclass(frozen=True, slots=True)
-class RankSettings:
-    """What to measure on how many ranks.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSettings(CaseSettings):
+    """What to measure on how many ranks. First calls take longer with more jobs.
 
     Attributes:
-        device: of which kind; each rank has its own.
-        names: cases whose names hold one of these.
-        variants: see `_is_meant`; none for all.
         tokens: batch and length of each GPT case; none for the defaults.
-        calls: steps of a turn, at most.
-        jobs: how many cases are prepared at once. They are timed one by one, but their first calls take longer.
-        json: a file for the numbers. Those that it has of other cases, from this machine, stay in it.
     """
 
-    device: torch.device
     ranks: int
-    quick: bool = False
-    names: tuple[str, ...] = ("",)
-    variants: tuple[str, ...] = ()
     layers: int | None = None
     tokens: tuple[tuple[int, int], ...] = ()
-    calls: int = 30
-    jobs: int = 1
-    json: Path | None = None
 
     @property
     def chosen(self) -> list[RankCase]:
         everything = rank_cases(self.device, self.quick, self.layers, self.tokens)
-        return [case for case in everything if any(name in case.name for name in self.names)]
+        return [case for case in everything if self.has(case.name)]
 
     def chosen_variants(self, case: RankCase) -> list[str]:
-        names = variants(self.device, self.quick and not self.variants, case.case.trains)
-        return [name for name in names if not self.variants or is_meant(name, names, self.variants)]
+        return self.meant(variants(self.device, self.quick and not self.variants, case.case.trains))
 
 
 @dataclass(slots=True)
@@ -147,8 +133,8 @@ def _send_rows(here: Rank, supervisor: Supervisor, settings: RankSettings, turns
     """What each rank does: measures these variants of the one case, and sends its rows."""
     settings = replace(settings, device=here.device)
     (case,) = settings.chosen
-    rows = measure_case(case, names, settings.calls, supervisor, Turns(turns))
-    supervisor.send_result(rows)
+    calls = settings.calls or (10 if settings.quick else 30)
+    supervisor.send_result(measure_case(case, names, calls, supervisor, Turns(turns)))
 
 
 _HEADER = ("variant", "back to back ms", "host ms", "skew p99 ms", "reserved MB", "first calls s", "bits")
@@ -156,23 +142,14 @@ _HEADER = ("variant", "back to back ms", "host ms", "skew p99 ms", "reserved MB"
 
 def rank_table(rows: Sequence[RankRow]) -> str:
     """The rows of one case as Markdown."""
-    lines = [
-        "",
-        f"**{rows[0].case}**",
-        "",
-        line(_HEADER),
-        line(("---",) * len(_HEADER)),
-        *map(_row, rows),
-        *_notes(rows),
-    ]
-    return "\n".join(lines)
+    return "\n".join(["", f"**{rows[0].case}**", "", table(_HEADER, map(_cells, rows)), *_notes(rows)])
 
 
-def _row(row: RankRow) -> str:
+def _cells(row: RankRow) -> tuple[str, ...]:
     if row.failure:
-        return line((row.variant, row.failure.replace("|", "/"), *("",) * (len(_HEADER) - 2)))
+        return row.variant, row.failure.replace("|", "/"), *("",) * (len(_HEADER) - 2)
     times = (f"{row.back_to_back_ms:.2f}", f"{row.host_ms:.2f}", f"{row.skew_p99_ms:.3f}")
-    return line((row.variant, *times, f"{row.reserved_mb:,.0f}", f"{row.first_calls_s:.1f}", row.bits))
+    return row.variant, *times, f"{row.reserved_mb:,.0f}", f"{row.first_calls_s:.1f}", row.bits
 
 
 def _notes(rows: Sequence[RankRow]) -> Iterator[str]:
@@ -193,18 +170,13 @@ def overview(rows: Sequence[RankRow]) -> str:
     measured = [*dict.fromkeys(row.variant for row in rows)]
     times = _overview(rows, "ms, back to back", measured, lambda row: f"{row.back_to_back_ms:.2f}")
     compared = (THUNDER, OURS, OURS_FUSED, FLOOR)
-    others = _overview(rows, "p99 of ms between the ranks; MB reserved", compared, _skew_and_memory)
+    title = "p99 of ms between the ranks; MB reserved"
+    others = _overview(rows, title, compared, lambda row: f"{row.skew_p99_ms:.2f}; {row.reserved_mb:,.0f}")
     return f"{times}\n\n{others}"
-
-
-def _skew_and_memory(row: RankRow) -> str:
-    return f"{row.skew_p99_ms:.2f}; {row.reserved_mb:,.0f}"
 
 
 def _overview(rows: Sequence[RankRow], title: str, variants: Sequence[str], cell: Callable[[RankRow], str]) -> str:
     """A row for each case; a dash for what was not measured."""
     found = {(row.case, row.variant): "fails" if row.failure else cell(row) for row in rows}
-    lines = [line((title, *variants)), line(("---",) * (len(variants) + 1))]
-    for case in dict.fromkeys(row.case for row in rows):
-        lines.append(line((case, *(found.get((case, variant), "-") for variant in variants))))
-    return "\n".join(lines)
+    cases = dict.fromkeys(row.case for row in rows)
+    return table((title, *variants), ((case, *(found.get((case, name), "-") for name in variants)) for case in cases))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from thunder_cg.report.markdown import table as markdown_table
 from thunder_cg.tools.bench.goals import Goal, growth
 from thunder_cg.tools.bench.measure import BenchmarkRow
 from thunder_cg.tools.bench.results import BenchmarkResults
@@ -32,10 +33,7 @@ def _case(case: str, rows: Sequence[BenchmarkRow]) -> Iterator[str]:
     own = [row for row in rows if row.case == case]
     compared = next((row.reference for row in own if row.reference), "")
     yield f"\n**{case}**" + (f" (errors against {compared})" if compared else "") + "\n"
-    yield line(_HEADER)
-    yield line(("---",) * len(_HEADER))
-    for row in own:
-        yield line(_cells(row))
+    yield markdown_table(_HEADER, map(_cells, own))
     for row in own:
         if row.captured:
             analysis = f"; its analysis took {row.analysis_ms:.1f} ms" if row.analysis_ms else ""  # a step has none
@@ -71,11 +69,10 @@ def _scaling_table(unit: str, results: BenchmarkResults) -> Iterator[str]:
     points = [p for p in results.points if p.unit == unit]
     sizes = [*dict.fromkeys(p.size for p in points)]
     yield f"\n**Host time, p50 us, by number of {unit}s**\n"
-    yield line([f"{unit}s", *map(str, sizes)])
-    yield line(["---"] * (1 + len(sizes)))
     times = {(p.variant, p.size): "failed" if p.failure else f"{p.host_p50:,.0f}" for p in points}
-    for variant in dict.fromkeys(p.variant for p in points):
-        yield line([variant, *(times.get((variant, size), "") for size in sizes)])
+    variants = dict.fromkeys(p.variant for p in points)
+    rows = ([variant, *(times.get((variant, size), "") for size in sizes)] for variant in variants)
+    yield markdown_table([f"{unit}s", *map(str, sizes)], rows)
     for point in points:
         if point.failure:
             yield f"\n{point.variant}, {point.size} {unit}s: {point.failure}"
@@ -86,13 +83,8 @@ def _scaling_table(unit: str, results: BenchmarkResults) -> Iterator[str]:
 
 def goals_table(found: Sequence[Goal]) -> str:
     """The goals as Markdown."""
-    lines = ["", "**Goals**", "", line(("goal", "at most", "found", "met")), line(("---",) * 4)]
-    for goal in found:
-        met = "yes" if goal.met else "NO"
-        lines.append(line((goal.name, f"{goal.limit:g} {goal.unit}", f"{goal.found:.3g} {goal.unit}", met)))
-    return "\n".join(lines)
-
-
-def line(cells: Sequence[str]) -> str:
-    """A row of a Markdown table."""
-    return f"| {' | '.join(cells)} |"
+    rows = (
+        (each.name, f"{each.limit:g} {each.unit}", f"{each.found:.3g} {each.unit}", "yes" if each.met else "NO")
+        for each in found
+    )
+    return "\n**Goals**\n\n" + markdown_table(("goal", "at most", "found", "met"), rows)

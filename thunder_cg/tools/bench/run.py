@@ -6,13 +6,11 @@ import faulthandler
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from thunder_cg.files import refuse_foreign
 from thunder_cg.progress import Progress
@@ -23,7 +21,8 @@ from thunder_cg.tools.bench.models import optional
 from thunder_cg.tools.bench.plots import NAMES, write_plots
 from thunder_cg.tools.bench.report import goals_table, scaling_tables, table
 from thunder_cg.tools.bench.results import BenchmarkResults, ScalingPoint
-from thunder_cg.tools.bench.variants import FLOOR, OURS, THUNDER, THUNDER_OWN, is_meant, variants
+from thunder_cg.tools.bench.variants import FLOOR, OURS, THUNDER, THUNDER_OWN, CaseSettings, variants
+from thunder_cg.tools.measuring import one_thread
 from thunder_cg.tools.results import environment
 from thunder_cg.tools.workers import Supervisor, WorkerProgress, Workers
 
@@ -32,41 +31,27 @@ LARGEST = 100  # larger sizes leave out variants that only serve to compare: Thu
 TIMEOUT = 1800.0  # seconds to prepare a case, and again to time it
 
 
-@dataclass(frozen=True, slots=True)
-class BenchmarkSettings:
-    """What to measure, and where the numbers go.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchmarkSettings(CaseSettings):
+    """Cases and scaling series to measure on one device: with one job in this process, else each in its own.
 
     Attributes:
-        quick: a few small cases and calls.
-        names: measure the cases and scaling series whose names hold one of these.
-        variants: measure the variants that these mean, see `is_meant`; none for all.
-        calls: of a turn, at most; None for 100, or 10 if `quick`.
-        jobs: how many cases are prepared at once, each in a process of its own; with 1, all run in this process.
-        json: a file for the numbers. Those that it has of other cases, from this machine, stay in it.
         plots: a folder for plots of all that is in `json`.
     """
 
-    device: torch.device
-    quick: bool = False
-    names: Sequence[str] = ("",)
-    variants: Sequence[str] = ()
-    calls: int | None = None
-    jobs: int = 1
-    json: Path | None = None
     plots: Path | None = None
 
     @property
     def chosen(self) -> list[BenchmarkCase | ScalingSeries]:
         everything: tuple[BenchmarkCase | ScalingSeries, ...] = (*cases(self.device, self.quick), *SCALING)
-        return [each for each in everything if any(name in each.name for name in self.names)]
+        return [each for each in everything if self.has(each.name)]
 
     def sizes(self, series: ScalingSeries) -> tuple[int, ...]:
         return series.small if self.quick or self.device.type != "cuda" else series.sizes
 
     def chosen_variants(self, size: int = 0) -> list[str]:
         """The variants of a case, or of a scaling series at some size."""
-        names = [*variants(self.device)]
-        names = [name for name in names if not self.variants or is_meant(name, names, self.variants)]
+        names = self.meant(variants(self.device))
         if size:
             names = [name for name in names if name in IN_SCALING]
         return [name for name in names if name in (OURS, FLOOR)] if size > LARGEST else names
@@ -191,18 +176,6 @@ def _work(task: BenchmarkTask, supervisor: Supervisor) -> None:
     supervisor.send_result(task.measure(*task.arguments, progress=progress, ready=supervisor.wait_for_turn))
 
 
-@contextmanager
-def _one_thread(device: torch.device) -> Iterator[None]:
-    """On a CPU, PyTorch uses one thread: small models are no slower, and other processes disturb them less."""
-    before = torch.get_num_threads()
-    if device.type == "cpu":
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def _warm_up(settings: BenchmarkSettings) -> None:
     """Runs a small case, so that the first case does not pay for loading kernels and the compiler."""
     names = settings.chosen_variants(1)
@@ -228,7 +201,7 @@ def _measure(
     else:
         case = next(series for series in SCALING if series.unit == unit).case(size)
     calls = settings.calls or (10 if settings.quick else 100)
-    with _one_thread(settings.device):
+    with one_thread() if settings.device.type == "cpu" else nullcontext():
         return measure_case(
             case,
             settings.device,
@@ -238,6 +211,3 @@ def _measure(
             compare=unit is None,
             ready=ready or (lambda: None),
         )
-
-
-__all__ = ["BenchmarkSettings", "run"]

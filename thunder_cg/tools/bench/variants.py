@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import thunder
@@ -16,11 +17,12 @@ import torch
 from thunder.transforms.cudagraph import CUDAGraphTransform
 from torch import Tensor, nn
 
-from thunder_cg.compat.torch import end_allocate_to_pool
+from thunder_cg.compat.cuda import end_allocate_to_pool
 from thunder_cg.kernels import executors
 from thunder_cg.step import graphed_step
 from thunder_cg.tools.bench.cases import BenchmarkCase
 from thunder_cg.tools.bench.models import MaskRcnn
+from thunder_cg.tools.measuring import backend_of
 from thunder_cg.transform import CudagraphTransform, cudagraph_transform
 
 Step = Callable[[], Any]
@@ -68,6 +70,39 @@ class TimedTransform(CudagraphTransform):
                 gc.enable()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseSettings:
+    """Which cases to measure in which variants, and where the numbers go.
+
+    Attributes:
+        device: with several ranks, of which kind; each rank has its own.
+        quick: a few small cases and calls.
+        names: the cases whose names hold one of these.
+        variants: those that one of these means: it is the variant's name, or a part of it and no other variant's name.
+            None for all.
+        calls: of a turn, at most; None for the default.
+        jobs: how many cases are prepared at once. They are timed one by one.
+        json: a file for the numbers. Those that it has of other cases, from this machine, stay in it.
+    """
+
+    device: torch.device
+    quick: bool = False
+    names: Sequence[str] = ("",)
+    variants: Sequence[str] = ()
+    calls: int | None = None
+    jobs: int = 1
+    json: Path | None = None
+
+    def has(self, case: str) -> bool:
+        """Whether to measure the case of this name."""
+        return any(name in case for name in self.names)
+
+    def meant(self, names: Sequence[str]) -> list[str]:
+        """Those of the variants of these names to measure."""
+        texts = self.variants
+        return [n for n in names if not texts or any(text == n or (text in n and text not in names) for text in texts)]
+
+
 @dataclass(frozen=True, slots=True)
 class Subject:
     """One variant's own copy of a model, in training or evaluation mode, and its inputs, on the device."""
@@ -90,11 +125,14 @@ class Prepared:
     transform: TimedTransform | None = None
 
 
-def step_of(subject: Subject, model: Callable[..., Any]) -> Step:
+def step_of(subject: Subject, model: Callable[..., Any], parameters: Sequence[nn.Parameter] | None = None) -> Step:
     """One call of `model`, the subject's or what it was compiled to.
 
     Inference returns the output. Training returns the loss; it sets gradients to None before, and leaves the
     new ones on the parameters. A whole step also clips them and updates the parameters.
+
+    Args:
+        parameters: those that get gradients; by default the subject's.
     """
     inputs = subject.inputs
     if not subject.case.trains:
@@ -106,10 +144,10 @@ def step_of(subject: Subject, model: Callable[..., Any]) -> Step:
         return infer
     if subject.case.steps:
         return partial(_whole_step(subject, model), *inputs)
-    parameters = list(subject.model.parameters())
+    trained = [*subject.model.parameters()] if parameters is None else parameters
 
     def train() -> Any:
-        for parameter in parameters:
+        for parameter in trained:
             parameter.grad = None
         loss = model(*inputs)
         loss.backward()
@@ -135,92 +173,72 @@ def _whole_step(subject: Subject, model: Callable[..., Any]) -> Callable[..., An
     return step
 
 
-def _graphed_step(subject: Subject, **options: Any) -> Prepared:
-    backend = "cuda" if subject.device.type == "cuda" else "tape"
-    compiled = _jit(subject, [cudagraph_transform(backend=backend)], **options)
-    step = graphed_step(_whole_step(subject, compiled), modules=[compiled], backend=backend)
-    return Prepared(partial(step, *subject.inputs), step)
-
-
-def _graphed_step_fused(subject: Subject) -> Prepared:
-    return _graphed_step(subject, executors=executors())
-
-
-def _eager(subject: Subject) -> Prepared:
-    return Prepared(step_of(subject, subject.model))
-
-
-def _thunder(subject: Subject) -> Prepared:
-    return Prepared(step_of(subject, _jit(subject, [])))
-
-
-def _thunder_own(subject: Subject) -> Prepared:
-    return Prepared(step_of(subject, _jit(subject, [CUDAGraphTransform()])))
-
-
-def _ours(subject: Subject) -> Prepared:
-    backend = "cuda" if subject.device.type == "cuda" else "tape"
-    transform = TimedTransform(cudagraph_transform(backend=backend).options)
-    compiled = _jit(subject, [transform])
-    return Prepared(step_of(subject, compiled), compiled, transform)
-
-
-def _ours_fused(subject: Subject) -> Prepared:
-    """With kernels that are chosen for the machine: fewer and other ones than Thunder's own."""
-    transform = cudagraph_transform(backend="cuda" if subject.device.type == "cuda" else "tape")
-    return Prepared(step_of(subject, _jit(subject, [transform], executors=executors())))
-
-
-def _jit(subject: Subject, transforms: list[Any], **options: Any) -> Any:
+def _jit(subject: Subject, *transforms: Any, **options: Any) -> Any:
     if not subject.case.dynamo:
-        return thunder.jit(subject.model, transforms=transforms, **options)
+        return thunder.jit(subject.model, transforms=[*transforms], **options)
     from thunder.dynamo import thunderfx  # it is slow to import, and few cases need it
 
     if isinstance(subject.model, MaskRcnn):
         subject.model.hide_from_dynamo()
-    return thunderfx(subject.model, transforms=transforms, **options)
+    return thunderfx(subject.model, transforms=[*transforms], **options)
 
 
-def _compile(subject: Subject) -> Prepared:
-    return Prepared(step_of(subject, torch.compile(subject.model)))
+def _graphs(subject: Subject) -> CudagraphTransform:
+    return cudagraph_transform(backend=backend_of(subject.device))
 
 
-def _reduce_overhead(subject: Subject) -> Prepared:
-    step = step_of(subject, torch.compile(subject.model, mode="reduce-overhead"))
+def _calling(compiled: Callable[[Subject], Any]) -> Callable[[Subject], Prepared]:
+    """The variant that calls what the model was compiled to."""
+    return lambda subject: Prepared(step_of(subject, compiled(subject)))
 
-    def marked() -> Any:
+
+def _ours(subject: Subject) -> Prepared:
+    transform = TimedTransform(_graphs(subject).options)
+    compiled = _jit(subject, transform)
+    return Prepared(step_of(subject, compiled), compiled, transform)
+
+
+def _graphed_step(subject: Subject, **options: Any) -> Prepared:
+    compiled = _jit(subject, _graphs(subject), **options)
+    step = graphed_step(_whole_step(subject, compiled), modules=[compiled], backend=backend_of(subject.device))
+    return Prepared(partial(step, *subject.inputs), step)
+
+
+def marked(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that was compiled with reduce-overhead, whose calls are steps of their own."""
+
+    def call(*inputs: Any) -> Any:
         torch.compiler.cudagraph_mark_step_begin()
-        return step()
+        return compiled(*inputs)
 
-    return Prepared(marked)
+    return call
 
 
-def _graphed_callables(subject: Subject) -> Prepared:
+def _graphed_callable(subject: Subject) -> Any:
     grad = torch.enable_grad() if subject.case.trains else torch.no_grad()
     with grad, recovering_pool(subject.device) as pool:
-        graphed: Any = torch.cuda.make_graphed_callables(subject.model, subject.inputs, pool=pool)
-    return Prepared(step_of(subject, graphed))
+        return torch.cuda.make_graphed_callables(subject.model, subject.inputs, pool=pool)
 
 
-def _hand_made_of_thunder(subject: Subject) -> Prepared:
-    """The kernels of a step of plain Thunder in one graph: the bound for a graph of these kernels."""
-    return _graph_of(subject, _jit(subject, []))
+def _hand_made(compiled: Callable[[Subject], Any]) -> Callable[[Subject], Prepared]:
+    """A step in one graph, gradients in the graph's memory, and nothing around the replay."""
+    return lambda subject: Prepared(in_one_graph(subject, step_of(subject, compiled(subject))))
 
 
-def _hand_made(subject: Subject) -> Prepared:
-    """The eager kernels of a step in one graph, gradients in the graph's memory, and nothing around the replay."""
-    return _graph_of(subject, subject.model)
-
-
-def _graph_of(subject: Subject, model: Callable[..., Any]) -> Prepared:
-    step = step_of(subject, model)
+def in_one_graph(subject: Subject, step: Step) -> Step:
+    """Captures a step."""
+    torch.cuda.synchronize()  # the other stream reads what was made by now
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
             step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with recovering_pool(subject.device) as pool, torch.cuda.graph(graph, pool=pool, stream=stream):
+    mode = "thread_local"  # NCCL's watchdog asks about events meanwhile, from another thread
+    with (
+        recovering_pool(subject.device) as pool,
+        torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode),
+    ):
         output = step()
 
     def replay(alive: Any = (subject, step)) -> Any:
@@ -228,7 +246,7 @@ def _graph_of(subject: Subject, model: Callable[..., Any]) -> Prepared:
         graph.replay()
         return output
 
-    return Prepared(replay)
+    return replay
 
 
 @contextmanager
@@ -254,18 +272,19 @@ def recovering_pool(device: torch.device) -> Iterator[Any]:
 
 
 VARIANTS: dict[str, Callable[[Subject], Prepared]] = {
-    EAGER: _eager,
-    THUNDER: _thunder,
-    THUNDER_OWN: _thunder_own,
+    EAGER: _calling(lambda subject: subject.model),
+    THUNDER: _calling(_jit),
+    THUNDER_OWN: _calling(lambda subject: _jit(subject, CUDAGraphTransform())),
     OURS: _ours,
-    COMPILE: _compile,
-    REDUCE_OVERHEAD: _reduce_overhead,
-    GRAPHED_CALLABLES: _graphed_callables,
-    OURS_FUSED: _ours_fused,
+    COMPILE: _calling(lambda subject: torch.compile(subject.model)),
+    REDUCE_OVERHEAD: _calling(lambda subject: marked(torch.compile(subject.model, mode="reduce-overhead"))),
+    GRAPHED_CALLABLES: _calling(_graphed_callable),
+    # With kernels that are chosen for the machine: fewer and other ones than Thunder's own.
+    OURS_FUSED: _calling(lambda subject: _jit(subject, _graphs(subject), executors=executors())),
     GRAPHED_STEP: _graphed_step,
-    GRAPHED_STEP_FUSED: _graphed_step_fused,
-    FLOOR_OF_THUNDER: _hand_made_of_thunder,
-    FLOOR: _hand_made,
+    GRAPHED_STEP_FUSED: lambda subject: _graphed_step(subject, executors=executors()),
+    FLOOR_OF_THUNDER: _hand_made(_jit),  # the bound for a graph of these kernels
+    FLOOR: _hand_made(lambda subject: subject.model),
 }
 ON_CPU = (EAGER, THUNDER, OURS)
 _OF_WHOLE_STEPS = (GRAPHED_STEP, GRAPHED_STEP_FUSED)
@@ -280,8 +299,3 @@ def variants(device: torch.device) -> Sequence[str]:
 def is_of(case: BenchmarkCase, name: str) -> bool:
     """Whether the case has this variant."""
     return name not in (_NOT_OF_WHOLE_STEPS if case.steps else _OF_WHOLE_STEPS)
-
-
-def is_meant(name: str, names: Sequence[str], texts: Sequence[str]) -> bool:
-    """Whether one of the texts means this variant: it is its name, or a part of it and no other variant's name."""
-    return any(text == name or (text in name and text not in names) for text in texts)

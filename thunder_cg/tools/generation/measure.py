@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from thunder_cg.kernels import executors
 from thunder_cg.tools.bench.variants import EAGER, OURS, OURS_FUSED, REDUCE_OVERHEAD, THUNDER, THUNDER_OWN
 from thunder_cg.tools.generation.models import LITGPT, Compile, GeneratingModel
+from thunder_cg.tools.measuring import backend_of, synchronize
 from thunder_cg.tools.suite.language import vocabulary
 from thunder_cg.tools.suite.measure import make_model
 from thunder_cg.transform import cudagraph_transform
@@ -72,7 +73,7 @@ def measure(
     prompts = [torch.randint(3, words, shape).to(device) for _ in range(WARM_UPS + ROUNDS)]
     start = time.perf_counter()
     generate(prompts[0])
-    _synchronize(device)
+    synchronize(device)
     row.first_s = time.perf_counter() - start
     for prompt in prompts[1:WARM_UPS]:
         generate(prompt)
@@ -80,10 +81,10 @@ def measure(
     seconds, found = [], []
     for prompt in prompts[WARM_UPS:]:
         gc.collect()
-        _synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         found.append(generate(prompt))
-        _synchronize(device)
+        synchronize(device)
         seconds.append(time.perf_counter() - start)
     row.digest = hashlib.sha256(b"".join(tokens.cpu().numpy().tobytes() for tokens in found)).hexdigest()[:16]
     if device.type == "cuda":
@@ -100,12 +101,12 @@ def _prepared(entry: GeneratingModel, variant: str, device: torch.device, new: i
 
 
 def _compiler(variant: str, entry: GeneratingModel, device: torch.device) -> Compile | None:
-    backend = "cuda" if device.type == "cuda" else "tape"
+    graphs = cudagraph_transform(backend=backend_of(device))
     options: Mapping[str, Mapping[str, Any]] = {
         THUNDER: {},
         THUNDER_OWN: {"transforms": [CUDAGraphTransform()]},
-        OURS: {"transforms": [cudagraph_transform(backend=backend)]},
-        OURS_FUSED: {"transforms": [cudagraph_transform(backend=backend)], "executors": executors()},
+        OURS: {"transforms": [graphs]},
+        OURS_FUSED: {"transforms": [graphs], "executors": executors()},
     }
     if variant == EAGER:
         return lambda fn: fn
@@ -129,8 +130,3 @@ def _launches(run: Callable[[], object]) -> int:
         torch.cuda.synchronize()
     names = [event.name for event in found.events() if event.name.startswith("cu")]
     return sum(any(part in name for part in _LAUNCHES) for name in names)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

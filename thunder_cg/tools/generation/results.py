@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from thunder_cg.tools.bench.report import line
+from thunder_cg.report.markdown import table
 from thunder_cg.tools.bench.variants import OURS, THUNDER
 from thunder_cg.tools.generation.measure import VARIANTS, GenerationRow
 from thunder_cg.tools.results import MeasuredResults, origin, with_row
@@ -37,14 +37,14 @@ class GenerationResults(MeasuredResults):
 
 def markdown(rows: Sequence[GenerationRow], environment: Mapping[str, str]) -> str:
     """Tokens per second of each model in each variant, and the machine and versions."""
-    models = [*dict.fromkeys(row.model for row in rows)]
-    lines = [line(["tokens/s", *VARIANTS, "its launches a token", "same tokens"]), line(["---"] * (len(VARIANTS) + 3))]
-    for model in models:
+    lines = []
+    for model in dict.fromkeys(row.model for row in rows):
         found = {row.variant: row for row in rows if row.model == model}
         rates = [_rate(found.get(variant)) for variant in VARIANTS]
-        lines.append(line([model, *rates, _launches(found), _same(found)]))
+        lines.append([model, *rates, _launches(found), _same(found)])
+    said = table(["tokens/s", *VARIANTS, "its launches a token", "same tokens"], lines)
     failures = [f"\n{row.model}, {row.variant}: {row.failure}" for row in rows if row.failure]
-    return "\n".join([*lines, *failures, f"\n{origin(environment)}; greedy, random weights."])
+    return "\n".join([said, *failures, f"\n{origin(environment)}; greedy, random weights."])
 
 
 def differ(rows: Sequence[GenerationRow]) -> list[str]:

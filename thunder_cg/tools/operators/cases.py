@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from thunder_cg.compat.operators import operator_table
 from thunder_cg.compat.thunder import symbols_of_functions
-from thunder_cg.compat.torch import operator_table
 from thunder_cg.tools.operators.handwritten import HANDWRITTEN
 from thunder_cg.tools.operators.samples import OperatorCase, Sample, symbol_of
 
@@ -40,18 +40,15 @@ def cases(device: str) -> dict[str, OperatorCase]:
 
 
 def _case(op: Any, name: str, fn: Callable[..., Any], dtype: torch.dtype, inplace: bool = False) -> OperatorCase:
+    known_as = getattr(symbols_of_functions().get(fn), "name", "")
     return OperatorCase(
         name,
         partial(_samples, op, fn, dtype, inplace),
         str(dtype).removeprefix("torch."),
         differentiable=op.supports_autograd and not inplace and (dtype.is_floating_point or dtype.is_complex),
         defined=not op.name.startswith(("empty", "new_empty")),
-        symbol="" if inplace or op.name.startswith("sparse.") else symbol_of(_known_as(fn) or op.name),
+        symbol="" if inplace or op.name.startswith("sparse.") else symbol_of(known_as or op.name),
     )
-
-
-def _known_as(fn: Callable[..., Any]) -> str:
-    return getattr(symbols_of_functions().get(fn), "name", "")
 
 
 def _samples(

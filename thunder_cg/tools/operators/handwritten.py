@@ -49,12 +49,8 @@ def _positive(size: int, *batch: int) -> Make:
     return make
 
 
-def _permutation(size: int) -> Make:
-    return lambda device, grad: torch.randperm(size, device=device)
-
-
-def _triangle(size: int) -> Make:
-    return lambda device, grad: torch.rand(size, size, device=device).triu() + torch.eye(size, device=device)
+def _triangle(device: str, grad: bool) -> torch.Tensor:
+    return torch.rand(4, 4, device=device).triu() + torch.eye(4, device=device)
 
 
 def _complex(*shape: int) -> Make:
@@ -123,7 +119,8 @@ _CALLS: tuple[tuple[Any, ...], ...] = (
     ("store at an integer", _store(1), _X, _V),
     ("store at slices", _store((slice(0, 2), slice(1, 3))), _X, _floats(2, 2)),
     ("store a number", lambda x: _store(0)(x, 1.5), _X),
-    ("store at a tensor", _store(lambda i: i), _X, _floats(3, 5), _permutation(3)),
+    ("store at a tensor", _store(lambda i: i), _X, _floats(3, 5),
+     lambda device, grad: torch.randperm(3, device=device)),
     ("store a number at a tensor", lambda x, i: _store(lambda j: j)(x, 1.5, i), _X, _I),
     ("store at a list", lambda x, v: _store(([0, 2],))(x, v), _X, _floats(2, 5)),
     ("store at a mask", lambda x, m: _store(lambda k: k)(x, 0.0, m), _X, _mask(4, 5)),
@@ -342,18 +339,18 @@ _CALLS: tuple[tuple[Any, ...], ...] = (
     ("norm, of complex numbers", lambda x: torch.norm(x), _complex(4, 5)),
     ("norm, nuclear", lambda x: torch.norm(x, p="nuc"), _SQUARE),
     ("norm, spectral", lambda x: torch.linalg.norm(x, ord=2), _SQUARE),
-    ("triangular_solve", lambda x, y: torch.triangular_solve(x, y), _SQUARE, _triangle(4)),
+    ("triangular_solve", lambda x, y: torch.triangular_solve(x, y), _SQUARE, _triangle),
     ("lu", lambda x: x.lu(), _positive(4)),
     ("orgqr", lambda x, y: torch.orgqr(x, y), _SQUARE, _floats(4)),
     ("ormqr", lambda x, y, z: torch.ormqr(x, y, z), _SQUARE, _floats(4), _SQUARE),
-    ("cholesky_solve", lambda x, y: torch.cholesky_solve(x, y), _SQUARE, _triangle(4)),
+    ("cholesky_solve", lambda x, y: torch.cholesky_solve(x, y), _SQUARE, _triangle),
     *((f"linalg.{name}", getattr(torch.linalg, name), _positive(4)) for name in (
         "cholesky", "cholesky_ex", "cond", "det", "eig", "eigh", "eigvals", "eigvalsh", "inv", "inv_ex", "ldl_factor",
         "ldl_factor_ex", "lu", "lu_factor", "lu_factor_ex", "matrix_norm", "matrix_rank", "norm", "pinv", "qr",
         "slogdet", "svd", "svdvals")),
     *((f"linalg.{name}", getattr(torch.linalg, name), _positive(4), _SQUARE) for name in
       ("lstsq", "solve", "solve_ex")),
-    ("linalg.solve_triangular", lambda x, y: torch.linalg.solve_triangular(x, y, upper=True), _triangle(4), _SQUARE),
+    ("linalg.solve_triangular", lambda x, y: torch.linalg.solve_triangular(x, y, upper=True), _triangle, _SQUARE),
     ("linalg.tensorinv", lambda x: torch.linalg.tensorinv(x.reshape(2, 2, 4), ind=2), _positive(4)),
     ("linalg.tensorsolve", lambda x, y: torch.linalg.tensorsolve(x.reshape(2, 2, 4), y.reshape(2, 2)), _positive(4),
      _floats(4)),

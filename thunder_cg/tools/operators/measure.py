@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,6 +12,7 @@ import torch
 
 from thunder_cg.analysis import rules
 from thunder_cg.analysis.rules import Key
+from thunder_cg.tools.measuring import free_memory, synchronize
 from thunder_cg.tools.operators.cases import cases
 from thunder_cg.tools.operators.samples import OperatorCase, SampledCall, calls, symbol_of
 from thunder_cg.tools.operators.trial import CaptureTrial, NotTraced, attempt, capture_alone
@@ -131,10 +131,8 @@ def measure(task: OperatorTask, device: str) -> Iterator[OperatorRecord]:
     for _ in forward.by_force(eager):
         yield record
     forward.alone()
-    gc.collect()  # compiled functions are in reference cycles, and hold memory of the device
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+    synchronize(torch.device(device))
+    free_memory(torch.device(device))  # compiled functions are in reference cycles, and hold some of it
     yield record
 
 

@@ -71,6 +71,3 @@ class OperatorResults(MeasuredResults):
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> OperatorResults:
         return cls(*(content[name] for name in ("environment", "cases", "symbols", "notes")))
-
-
-__all__ = ["OperatorResults"]

@@ -73,8 +73,9 @@ def run(settings: OperatorSettings) -> int:
         records.append(record)
     for record in sorted(records, key=lambda r: r.task):
         results.add(record)
-    if settings.json is not None:
+    if settings.json is not None and parts is not None:
         results.write(settings.json)
+        parts.unlink(missing_ok=True)  # the next run measures anew
     print(summary(results))
     if settings.only:
         return 0
@@ -136,6 +137,3 @@ def summary(results: OperatorResults) -> str:
             f"{len(results.symbols)} symbols: {', '.join(f'{n} {end}' for end, n in sorted(ends.items()))}",
         )
     )
-
-
-__all__ = ["OperatorSettings", "run"]

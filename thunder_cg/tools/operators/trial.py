@@ -21,6 +21,7 @@ from thunder_cg.report.programs import locate
 from thunder_cg.runtime.backend import Pool
 from thunder_cg.runtime.backends import resolve
 from thunder_cg.runtime.program import Program
+from thunder_cg.tools.measuring import deterministic_algorithms
 from thunder_cg.tools.operators.samples import DRAWS, SampledCall, twins
 from thunder_cg.transform import cudagraph_transform
 
@@ -138,14 +139,9 @@ def _is_usual(expected: list[Any], found: list[Any], again: Callable[[], list[An
 
 def _may_vary(usual: Any, again: Callable[[], Any], defined: bool) -> bool:
     """Whether PyTorch has a different deterministic kernel, or warns that it has none."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as said, deterministic_algorithms(warn_only=True):
         warnings.simplefilter("always")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            found = again()
-        finally:
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        found = again()
     return any("deterministic implementation" in str(w.message) for w in said) or not _same(usual, found, defined)
 
 
@@ -258,11 +254,8 @@ def _run(
     cotangents = [torch.randn(t.shape, dtype=t.dtype, device=t.device) for t in roots]
     found = iter(torch.autograd.grad(roots, wanted, cotangents, allow_unused=True))
     gradients = [[next(found) for t in tensors if t.requires_grad] for tensors in given]
-    return [[*map(_detached, tree_leaves(r)), *g] for r, g in zip(results, gradients)]
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
+    leaves = [[leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in tree_leaves(r)] for r in results]
+    return [found + g for found, g in zip(leaves, gradients)]
 
 
 def _same(expected: Any, found: Any, defined: bool, close: bool = False) -> bool:
@@ -355,6 +348,3 @@ def _blamed(failure: str, ops: Sequence[Op], indices: Sequence[int]) -> Key | No
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or ["no message"]
     return f"{type(error).__name__}: {lines[0]}"[:200]
-
-
-__all__ = ["CaptureTrial", "NotTraced", "attempt", "capture_alone", "verdict"]

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from thunder_cg.compat.torch import dynamo_counters
+from thunder_cg.compat.torch_compile import dynamo_counters
 from thunder_cg.report.report import Report, TraceReport
 from thunder_cg.tools.suite.row import BREAK, EAGER, INDUCTOR, NOT_REPLAYED, NotCaptured, SuiteRow
 

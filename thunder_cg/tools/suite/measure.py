@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from thunder_cg.compat.torch import tree_leaves, tree_map
 from thunder_cg.report.report import Report, explain
 from thunder_cg.tools.demo import same_bits
+from thunder_cg.tools.measuring import backend_of, deterministic_algorithms, free_memory, quiet_collector
 from thunder_cg.tools.suite.counts import fill_counts, graph_breaks
 from thunder_cg.tools.suite.models import LEARNING_RATE, SuiteModel
 from thunder_cg.tools.suite.row import FX, JIT, TRAINING, SuiteRow
@@ -109,16 +109,10 @@ def model_inputs(entry: SuiteModel, mode: str, device: torch.device) -> Iterator
     """Fresh inputs of one shape, without end. Each iterator yields the same ones."""
     generator = torch.Generator().manual_seed(SEED)
     while True:
-        with _seeded(int(torch.randint(2**31, (), generator=generator))):
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
             batch = entry.batch_for(mode, device.type == "cpu")
         yield _to(batch, device)
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(seed)
-        yield
 
 
 def _to(batch: Any, device: torch.device) -> Any:
@@ -157,11 +151,10 @@ def measure(
         begins: called with the name of each stage.
     """
     row = SuiteRow(entry.name, entry.package, mode)
-    backend = "cuda" if device.type == "cuda" else "tape"
     try:
         plain, row.path, row.not_jit = _uncaptured(entry, mode, device, begins)
         begins("with graphs")
-        transforms = [cudagraph_transform(backend=backend)]
+        transforms = [cudagraph_transform(backend=backend_of(device))]
         pair = _Pair(entry, row, device, transforms, NOWHERE, plain)
         difference = pair.difference()
         fill_counts(row, pair.reports, pair.breaks)
@@ -191,7 +184,7 @@ def _agreement(entry: SuiteModel, row: SuiteRow, device: torch.device, transform
         except Exception:
             continue  # Thunder, or Inductor's part of the model, does not run with these settings
         finally:
-            _free(device)
+            free_memory(device)
     return f"Thunder varies: {first}" if varies else f"no: {difference}"
 
 
@@ -217,7 +210,8 @@ def _uncaptured(
             raise
         except Exception as error:
             failures.append(failure_text(error)[:140])
-        _forget(device)
+        torch.compiler.reset()
+        free_memory(device)
     raise ThunderError(f"uncaptured, {JIT}: {failures[0]}; {FX}: {failures[1]}")
 
 
@@ -274,30 +268,25 @@ class _Pair:
             for _ in range(STEPS):
                 side.run(batch)
         torch.cuda.synchronize(self._device)
-        _free(self._device)  # other models need memory while this one waits for its turn
+        free_memory(self._device)  # other models need memory while this one waits for its turn
         return batch
 
     def times(self, batch: Any, calls: int) -> tuple[float, float]:
         """Medians of synchronized steps, microseconds, of the two sides in turns."""
         samples: list[list[float]] = [[] for _ in self._sides]
-        gc.collect()
-        gc.disable()
-        try:
-            for _ in range(ROUNDS):
-                for side, times in zip(self._sides, samples):
-                    for _ in range(3):
-                        side.run(batch)
+        with quiet_collector():
+            for side, times in [*zip(self._sides, samples)] * ROUNDS:
+                for _ in range(3):
+                    side.run(batch)
+                torch.cuda.synchronize(self._device)
+                end = time.perf_counter() + TURN_SECONDS
+                for _ in range(calls):
+                    start = time.perf_counter()
+                    if start > end:
+                        break
+                    side.run(batch)
                     torch.cuda.synchronize(self._device)
-                    end = time.perf_counter() + TURN_SECONDS
-                    for _ in range(calls):
-                        start = time.perf_counter()
-                        if start > end:
-                            break
-                        side.run(batch)
-                        torch.cuda.synchronize(self._device)
-                        times.append((time.perf_counter() - start) * 1e6)
-        finally:
-            gc.enable()
+                    times.append((time.perf_counter() - start) * 1e6)
         return median(samples[0]), median(samples[1])
 
 
@@ -326,23 +315,9 @@ def _deterministic(on: bool) -> Iterator[None]:
     if not on:
         yield
         return
-    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cudnn.deterministic = True
+    before, torch.backends.cudnn.deterministic = torch.backends.cudnn.deterministic, True
     try:
-        yield
+        with deterministic_algorithms(warn_only=True):
+            yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
-        torch.backends.cudnn.deterministic = before[1]
-
-
-def _forget(device: torch.device) -> None:
-    """Drops what Dynamo compiled, and frees memory."""
-    torch.compiler.reset()
-    _free(device)
-
-
-def _free(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+        torch.backends.cudnn.deterministic = before

@@ -237,10 +237,6 @@ class _ClassesFirst(nn.Module):
         return logits.transpose(1, 2)
 
 
-def _text(tiny: bool, trains: bool) -> ModelInputs:
-    return ModelInputs((_tokens(tiny, trains),), labels=_tokens(tiny, trains))
-
-
 def _diffusion_transformer(tiny: bool) -> nn.Module:
     diffusers = optional("diffusers")
     heads, layers, sides = (2, 2, 8) if tiny else (12, 12, 32)
@@ -330,7 +326,7 @@ _ENTRIES = (
         "pythia-160m",
         "litgpt",
         lambda tiny: _ClassesFirst(litgpt("pythia-160m", tiny)),
-        _text,
+        lambda tiny, trains: ModelInputs((_tokens(tiny, trains),), labels=_tokens(tiny, trains)),
         partial(litgpt_decoder, "pythia-160m"),
     ),
     SuiteModel("DiT B/2", "diffusers", _diffusion_transformer, _latents),

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from thunder_cg.compat.torch import dynamo_recompile_limit
+from thunder_cg.compat.torch_compile import dynamo_recompile_limit
 from thunder_cg.progress import Progress
 from thunder_cg.tools.arguments import JOBS
 from thunder_cg.tools.results import environment
@@ -167,6 +167,3 @@ def rewrite_table(json: Path, markdown_file: Path) -> None:
         raise ValueError(f"--json {json}: there is no such file; the table shows its rows")
     results = SuiteResults.read(json)
     write_table(markdown_file, results.rows, results.environment)
-
-
-__all__ = ["CatalogueSettings", "SuiteSettings", "rewrite_table", "run"]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from thunder_cg.files import replace
-from thunder_cg.tools.bench.report import line as table_line
+from thunder_cg.report.markdown import table
 from thunder_cg.tools.results import origin
 from thunder_cg.tools.suite.row import BREAK, EAGER, INDUCTOR, MODES, NOT_REPLAYED, NotCaptured, SuiteRow
 
@@ -37,12 +37,12 @@ def markdown(rows: Sequence[SuiteRow], environment: Mapping[str, str]) -> str:
     by_model: dict[str, dict[str, SuiteRow]] = {}
     for row in rows:
         by_model.setdefault(row.model, {})[row.mode] = row
-    lines = [table_line(_HEADER), table_line(("---",) * len(_HEADER))]
+    lines = []
     for model, modes in by_model.items():
         mine = [modes[mode] for mode in MODES if mode in modes]
         cells = [cell for mode in MODES for cell in _cells(modes.get(mode))]
-        lines.append(table_line((_name(model, mine), *cells, _outside(mine))))
-    return "\n".join([*lines, "", *_caption(environment, [row for row in rows if not row.failure])])
+        lines.append((_name(model, mine), *cells, _outside(mine)))
+    return "\n".join([table(_HEADER, lines), "", *_caption(environment, [row for row in rows if not row.failure])])
 
 
 def rewrite(text: str, table: str) -> str:

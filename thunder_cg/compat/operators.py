@@ -1,0 +1,156 @@
+"""Operators of PyTorch: names, tags, schemas, and how they are dispatched. Checked with torch 2.9, 2.10 and 2.11."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+import unittest
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache, partial
+from importlib.util import find_spec
+from operator import attrgetter
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._library.custom_ops import CustomOpDef
+
+# Whether an operator's schema says that it writes to an argument.
+is_mutable: Callable[[Any], bool] = attrgetter("_schema.is_mutable")
+
+weight_norm: Callable[..., torch.Tensor] = torch._weight_norm
+pad: Callable[..., torch.Tensor] = torch._C._nn.pad  # F.pad, as Dynamo calls it
+int_mm: Callable[..., torch.Tensor] = torch._int_mm  # of 8 bits, as quantized layers have it
+transformer_encoder_layer: Callable[..., torch.Tensor] = torch._transformer_encoder_layer_fwd
+
+# Matrix products of groups of rows, each with its own matrix, under all names that this version has.
+grouped_mm: tuple[Callable[..., torch.Tensor], ...] = tuple(
+    getattr(module, name)
+    for module, name in ((torch.nn.functional, "grouped_mm"), (torch, "_grouped_mm"))
+    if hasattr(module, name)
+)
+
+
+def is_cudagraph_unsafe(function: Any) -> bool:
+    """Whether an operator of ``torch.library`` has the tag ``torch.Tag.cudagraph_unsafe``, or what a partial calls."""
+    if isinstance(function, partial):
+        return any(map(is_cudagraph_unsafe, (function.func, *function.args)))
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        return any(is_cudagraph_unsafe(getattr(function, name)) for name in function.overloads())
+    return isinstance(function, torch._ops.OpOverload) and torch.Tag.cudagraph_unsafe in function.tags
+
+
+def parameters_of(function: Any, name: str) -> list[list[str]]:
+    """The names of the arguments that an operator of PyTorch's takes by position, for each of its overloads.
+
+    Args:
+        function: a function, or the name of a method.
+        name: the name of the function or method.
+    """
+    if isinstance(function, types.FunctionType):
+        return [[each for each, parameter in inspect.signature(function).parameters.items() if parameter.kind < 2]]
+    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+    return [
+        ["input" if each.name == "self" else each.name for each in schema.arguments if not each.kwarg_only]
+        for schema in schemas
+    ]
+
+
+def library_names(function: Any) -> tuple[str, ...]:
+    """The names of an operator of ``torch.library``: "ns::op" and "torch.ops.ns.op"; () for anything else."""
+    if isinstance(function, CustomOpDef):
+        function = function._opoverload
+    if isinstance(function, torch._ops.OpOverload):
+        name, overload = function.overloadpacket._qualified_op_name, f".{function._overloadname}"
+    elif isinstance(function, torch._ops.OpOverloadPacket):
+        name, overload = function._qualified_op_name, ""
+    else:
+        return ()
+    whole = f"torch.ops.{name.replace('::', '.')}"
+    return (name, whole, name + overload, whole + overload) if overload else (name, whole)
+
+
+def is_in_library(name: str) -> bool:
+    """Whether ``torch.library`` has an operator of this name: "ns::op" or "torch.ops.ns.op", each with or without an
+    overload.
+    """
+    parts = name.removeprefix("torch.ops.").replace("::", ".").split(".")
+    has_form = "::" in name or name.startswith("torch.ops.")
+    return has_form and len(parts) > 1 and hasattr(getattr(torch.ops, parts[0]), parts[1])
+
+
+def is_function(name: str) -> bool:
+    """Whether PyTorch has a function of this name: "torch.sigmoid"."""
+    found: Any = torch
+    for part in name.split(".")[1:]:
+        found = getattr(found, part, None)
+    return callable(found)
+
+
+# Namespaces of PyTorch's own operators: those of the distributed ones communicate.
+_NAMESPACES = frozenset({
+    "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "aten", "c10d", "fsdp", "inductor", "prims",
+    "quantized", "symm_mem",
+})  # fmt: skip
+
+
+def library_name(function: Any) -> str | None:
+    """The name of an operator of ``torch.library``, such as "my_ops.my_op"; None for anything else.
+
+    None also for an operator of PyTorch's own, of which there are several, or that draws, writes an argument or returns
+    one, as its tags and its schema say.
+    """
+    if isinstance(function, torch._ops.OpOverloadPacket) and len(function.overloads()) == 1:
+        function = getattr(function, function.overloads()[0])
+    if not isinstance(function, torch._ops.OpOverload) or function.namespace in _NAMESPACES:
+        return None
+    if torch.Tag.nondeterministic_seeded in function.tags:
+        return None
+    if is_mutable(function) or any(value.alias_info is not None for value in function._schema.returns):
+        return None
+    return f"{function.namespace}.{function._opname}"
+
+
+@contextmanager
+def composite_sees_views() -> Iterator[None]:
+    """Inside, the parts of a composite operator make views in inference mode as they do outside of it."""
+    with torch._C._PreserveDispatchKeyGuard():
+        torch._C._dispatch_tls_set_dispatch_key_excluded(torch._C.DispatchKey.ADInplaceOrView, False)
+        yield
+
+
+_AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.AutocastCUDA
+)
+
+
+def below_autograd() -> AbstractContextManager[None]:
+    """Inside, operators make no history, whatever the grad mode is."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
+def below_autocast() -> AbstractContextManager[None]:
+    """Inside, operators run with the dtypes that they are given, whether autocast is enabled or not."""
+    return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS)
+
+
+@cache
+def operator_table() -> tuple[Any, ...]:
+    """``op_db``, the table of operators with sample inputs that PyTorch's tests use.
+
+    PyTorch's tests import `expecttest`, which the table does not need: a stand-in replaces it. They also forbid the
+    process to set any flag of ``torch.backends``, which is ignored.
+    """
+    if "expecttest" not in sys.modules and find_spec("expecttest") is None:
+        sys.modules["expecttest"] = types.ModuleType("expecttest")
+        sys.modules["expecttest"].TestCase = unittest.TestCase  # type: ignore[attr-defined]
+    with patch.object(torch.backends, "disable_global_flags", lambda: None), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of packages that it imports where they are installed
+        from torch.testing._internal import common_methods_invocations as source
+
+    # The table's function seeds before each call, which Thunder cannot trace.
+    source.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)  # type: ignore[attr-defined]
+    return tuple(source.op_db)

@@ -1,0 +1,142 @@
+"""Calls of PyTorch's operators, by the names and with the arguments that Thunder's take."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.nn import functional as F
+
+from thunder_cg.compat.operators import parameters_of
+from thunder_cg.compat.splitter import example, is_for_splitter, numpy_name, operator_name
+from thunder_cg.dynamo import operators
+from thunder_cg.dynamo.fallbacks import returns_cpu_scalar
+from thunder_cg.dynamo.layouts import fixed_stride, layout_counts
+from thunder_cg.dynamo.nodes import arguments, call_instead
+from thunder_cg.dynamo.writes import requires_grad, shares_memory, written_by
+
+# Names of arguments that Thunder's operators do not have: PyTorch's own, and those of NumPy, which PyTorch takes, too.
+_UNKNOWN = frozenset({
+    "condition", "dims", "input", "repeats", "shape", "size", "split_size", "split_size_or_sections", "tensor",
+    "tensors", "weight",
+})  # fmt: skip
+_OF_NUMPY = {"axis": "dim", "keepdims": "keepdim"}
+
+
+def name_as_thunder_does(node: Node) -> None:
+    """``x % 5`` is ``torch.remainder(x, 5)``, and ``x.var(-1, unbiased=False)`` is ``x.var(-1, correction=0)``."""
+    if node.op == "call_method" and node.target == "broadcast_to":
+        node.target = "expand"
+    elif node.target is getattr and node.args[1] == "H" and not example(node).is_complex():
+        call_instead(node, torch.Tensor.t, node.args[0])
+    elif operator_name(node) == "nan_to_num" and len(node.args) == 1 and "out" not in node.kwargs:
+        node.args = (*node.args, *map(node.kwargs.get, ("nan", "posinf", "neginf")))
+        node.kwargs = {}
+    elif operator_name(node) == "clone" and node.kwargs.get("memory_format") is torch.contiguous_format:
+        if fixed_stride(example(node.args[0])) is not None and example(node.args[0]).is_contiguous():
+            node.kwargs = {}
+    elif node.target is operator.mod and isinstance(example(node), torch.Tensor):
+        node.target = torch.remainder
+    elif operator_name(node) in ("std", "std_mean", "var", "var_mean") and not returns_cpu_scalar(node):
+        tensor, *others = node.args or [node.kwargs.get("input")]
+        given = dict(zip(("unbiased",) if others and isinstance(others[0], bool) else ("dim", "unbiased"), others))
+        kwargs = {**given, **{name: value for name, value in node.kwargs.items() if name != "input"}}
+        if len(given) == len(others) and isinstance(unbiased := kwargs.pop("unbiased", None), bool):
+            node.args, node.kwargs = (tensor,), {**kwargs, "correction": int(unbiased)}
+
+
+def pass_by_position(node: Node) -> None:
+    """``x.reshape(shape=(4, 2))`` is ``x.reshape((4, 2))``: Thunder's operators do not know the name."""
+    if not node.op.startswith("call") or not node.kwargs or is_for_splitter(node.target) or numpy_name(node):
+        return
+    if not {*_UNKNOWN, *_OF_NUMPY}.intersection(node.kwargs):
+        return
+    overloads = parameters_of(node.target, operator_name(node))
+    known = {name for names in overloads for name in names}
+    renamed = {name: new for name, new in _OF_NUMPY.items() if new in known}
+    node.kwargs = {renamed.get(name, name): value for name, value in node.kwargs.items()}
+    if not (unknown := _UNKNOWN.intersection(node.kwargs)):
+        return
+    for names in overloads:
+        moved = [*takewhile(node.kwargs.__contains__, names[len(node.args) :])]
+        if unknown.issubset(moved):
+            node.args = (*node.args, *map(node.kwargs.__getitem__, moved))
+            node.kwargs = {name: value for name, value in node.kwargs.items() if name not in moved}
+            return
+
+
+def drop_empty_parts(node: Node) -> None:
+    """`torch.cat` skips empty vectors whatever the other parts are; Thunder's wants all to have as many dimensions.
+
+    A cache of keys and values begins as such a vector.
+    """
+    parts = node.args[0] if node.args else None
+    if not isinstance(parts, (list, tuple)):
+        return
+    kept = [part for part in parts if tuple(getattr(example(part), "shape", ())) != (0,)]
+    if not kept or len(kept) == len(parts):
+        return
+    node.update_arg(0, kept)
+    for part in set(parts) - set(kept):
+        if isinstance(part, Node) and not part.users and part.target is torch.tensor:
+            node.graph.erase_node(part)
+
+
+def name_vector_norm(node: Node) -> None:
+    """``x.norm(dim=-1)`` is ``torch.linalg.vector_norm(x, 2, dim=-1)``: Thunder has other gradients of the former."""
+    signature = inspect.signature(torch.Tensor.norm if node.target == "norm" else torch.norm)
+    bound = signature.bind(*node.args, **node.kwargs)
+    bound.apply_defaults()
+    tensor, p, dim, keepdim, *others = bound.arguments.values()
+    if p != "nuc" and all(other is None for other in others) and not (isinstance(dim, (list, tuple)) and len(dim) > 2):
+        order = 2 if p in ("fro", None) else p
+        call_instead(node, torch.linalg.vector_norm, tensor, order, dim=dim, keepdim=keepdim)
+
+
+def pass_each_operand(node: Node) -> None:
+    """``einsum("ij,jk->ik", (x, y))`` is ``einsum("ij,jk->ik", x, y)``."""
+    equation, *operands = node.args
+    if isinstance(equation, str) and len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        node.args = (equation, *operands[0])
+
+
+def count_padding_from_start(node: Node) -> None:
+    """Thunder does not count a negative ``padding_idx`` from the end, so that row would get a gradient."""
+    given = arguments(node, *inspect.signature(F.embedding).parameters)
+    padding, rows = given.get("padding_idx"), example(given["weight"]).shape[0]
+    if isinstance(padding, int) and padding < 0:
+        given["padding_idx"] = padding + rows
+        call_instead(node, F.embedding, given.pop("input"), given.pop("weight"), **given)
+
+
+def name_condition_first(node: Node) -> None:
+    """``x.where(condition, y)`` is ``torch.where(condition, x, y)``: Thunder takes the first for the condition."""
+    named = arguments(node, "input", "condition", "other")
+    if named.keys() == {"input", "condition", "other"}:
+        call_instead(node, torch.where, named["condition"], named["input"], named["other"])
+
+
+def scatter_without_waiting(node: Node) -> None:
+    """Models of images and text place an image's values so. PyTorch's backward would read the mask on the host."""
+    named = arguments(node, "input", "mask", "source")
+    is_whole = named.keys() == {"input", "mask", "source"} and example(named["input"]).shape == example(node).shape
+    if is_whole and requires_grad(example(node)):
+        call_instead(node, operators.masked_scatter(), named["input"], named["mask"], named["source"])
+
+
+def unfold_to_new_memory(node: Node) -> None:
+    """Thunder takes the method for the function of that name."""
+    if not shares_memory([example(written_by(each)) for each in node.graph.nodes], example(node)):
+        call_instead(node, operators.unfold(), *node.args, **node.kwargs)
+
+
+def reshape_what_thunder_lays_out(node: Node) -> None:
+    """What `torch.einsum` returns, which Thunder writes out, may have no such view there."""
+    source: Any = node.args[0]
+    is_product = isinstance(source, Node) and source.target is torch.einsum
+    if is_product and not any(isinstance(arg, torch.dtype) for arg in node.args) and not layout_counts(node):
+        node.target = "reshape"

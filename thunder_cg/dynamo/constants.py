@@ -1,0 +1,210 @@
+"""Numbers, sizes and indices that are known when Dynamo has made a graph, written as Thunder takes them."""
+
+from __future__ import annotations
+
+import math
+import operator
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from thunder_cg.compat.splitter import (
+    example,
+    fixed_float,
+    for_splitter,
+    is_number_of_numpys,
+    known_constant,
+    numpy_name,
+    operator_name,
+    read_number,
+    symbols_of_sizes,
+)
+from thunder_cg.compat.torch import tree_leaves
+from thunder_cg.dynamo.nodes import call_before, call_instead, replace, result_of
+from thunder_cg.dynamo.writes import shares_memory, written_by
+
+_SLICES = 8  # up to as many, a list of numbers is written as slices
+_ARITHMETIC = frozenset([torch.add, torch.div, torch.floor_divide, torch.mul, torch.remainder, torch.sub])
+_ARITHMETIC |= {operator.add, operator.floordiv, operator.mul, operator.sub, operator.truediv}
+_TAKE_SIZES = frozenset(["as_strided", "expand", "new_empty", "new_ones", "new_zeros", "repeat", "reshape", "view"])
+
+
+def _truncated(number: Any) -> Any:
+    return math.floor(number) if number >= 0 else math.ceil(number)
+
+
+OF_NUMBERS: dict[Any, Callable[..., Any]] = {
+    torch.sym_max: max,
+    torch.sym_min: min,
+    torch.sym_sum: for_splitter(sum, "sum"),
+    torch.sym_int: for_splitter(_truncated, "int"),
+    torch.sym_float: for_splitter(lambda number: number / 1, "float"),
+}
+
+
+def name_function_of_numbers(node: Node) -> None:
+    """``torch.sym_max`` of numbers is `max`."""
+    if isinstance(example(node), (int, float, torch.SymInt, torch.SymFloat)):
+        node.target = OF_NUMBERS[node.target]
+
+
+def write_floats(graph: Graph) -> None:
+    """Dynamo reads a float that changes from call to call from a tensor, also where it compiles for each value."""
+    for node in graph.find_nodes(op="call_method", target="item"):
+        if (number := fixed_float(node)) is not None:
+            replace(node, number)
+
+
+def read_sizes_first(graph: Graph) -> None:
+    """A number of NumPy's is read before a tensor has the size that it holds, as PyTorch's split of a graph wants it.
+
+    Dynamo passes a number of the user's as a tensor: ``x.new_zeros(n)`` takes it as it is, and ``x[:n]`` reads it.
+    """
+    placeholders = graph.find_nodes(op="placeholder")
+    read: dict[Any, Node] = {}
+    for node in [*graph.nodes]:
+        if numpy_name(node) == "numpy.item" and isinstance(example(node), torch.SymInt) and node.args:
+            read[node.args[0]] = node
+            _after(node.args[0], placeholders).append(node)
+        elif not symbols_of_sizes(node) <= symbols_of_sizes(*placeholders):
+            for number in filter(is_number_of_numpys, node.all_input_nodes):
+                if number not in read:
+                    with graph.inserting_after(_after(number, placeholders)):
+                        read[number] = read_number(number)
+                node.replace_input_with(number, read[number])
+
+
+def _after(node: Node, placeholders: Sequence[Node]) -> Node:
+    return placeholders[-1] if node in placeholders else node
+
+
+def is_size(node: Node) -> bool:
+    return node.op.startswith("call") and isinstance(example(node), torch.Size)
+
+
+def write_out(size: Node) -> None:
+    """``x.view(y.size())`` is ``x.view((y.size(0), 4))``: of a size, Thunder's splitter takes only numbers."""
+    numbers: Any = size.args[0] if size.target is torch.Size and len(size.args) == 1 else None
+    if size.target == "size" and len(size.args) == 1:
+        with size.graph.inserting_after(size):
+            numbers = [size_at(size.args[0], i, number) for i, number in enumerate(example(size))]
+    if not isinstance(numbers, (list, tuple)) or any(user.op == "output" for user in size.users):
+        return
+    for user in [*size.users]:
+        if user.target is operator.getitem and isinstance(user.args[1], (int, slice)):
+            replace(user, numbers[user.args[1]])
+    replace(size, (*numbers,))
+
+
+def size_at(tensor: Any, i: int, number: int | torch.SymInt) -> Any:
+    if isinstance(number, int):
+        return number
+    node = tensor.graph.call_method("size", (tensor, i))
+    node.meta["example_value"] = number
+    return node
+
+
+def make_of_numbers(node: Node) -> None:
+    """``torch.as_tensor([2, 3])`` is ``torch.tensor([2, 3])``, which Thunder has, as new memory either way.
+
+    ``torch.tensor([-1])`` is ``torch.full((1,), -1)``, which copies nothing from the host.
+    """
+    result = example(node)
+    numbers = [(type(leaf), repr(leaf), leaf) for leaf in tree_leaves(node.args)]
+    if len(node.args) == 1 and all(isinstance(leaf, (int, float)) for *_, leaf in numbers):
+        node.target = torch.tensor
+    fits = {int: (torch.int32, torch.int64), float: (torch.float32, torch.float64), bool: (torch.bool,)}
+    if not isinstance(result, torch.Tensor) or len({each[:2] for each in numbers}) != 1:
+        return
+    kind, _, number = numbers[0]
+    if result.dtype in fits.get(kind, ()) and not node.kwargs.keys() - {"dtype", "device"}:
+        call_instead(node, torch.full, tuple(result.shape), number, dtype=result.dtype, device=result.device)
+
+
+def write_constants(graph: Graph, transformed: frozenset[str]) -> None:
+    """``torch.sqrt(torch.tensor(4.0))`` is ``torch.full((), 2.0)``, and 2.0 where an operator takes a number.
+
+    PyTorch would compute it on the host. Of numbers, PyTorch makes a tensor, and Thunder another number.
+    """
+    written = [example(written_by(node)) for node in graph.nodes]
+    for node in [*graph.nodes]:
+        constant = known_constant(node)
+        if constant is None or constant.dim() or node.name in transformed or shares_memory(written, example(node)):
+            continue
+        number = constant.item()
+        for user in [each for each in node.users if _takes_number(each, node, number)]:
+            values = {**{arg: arg for arg in user.all_input_nodes}, node: number}
+            user.args, user.kwargs = (map_arg(each, values.__getitem__) for each in (user.args, user.kwargs))
+        call_instead(node, torch.full, (), number, dtype=constant.dtype, device=constant.device)
+        if not node.users:
+            graph.erase_node(node)
+
+
+def _takes_number(user: Node, constant: Node, number: Any) -> bool:
+    """Whether an operator computes the same with a number in the place of a 0-dim tensor."""
+    if user.op == "call_method" and user.target in _TAKE_SIZES:
+        return user.args[0] is not constant
+    if operator_name(user) in ("clamp", "clip"):
+        return any(isinstance(bound, (int, float)) for bound in (*user.args[1:], *user.kwargs.values()))
+    if user.target not in _ARITHMETIC or user.kwargs:
+        return False
+    args = [number if arg is constant else example(arg) for arg in user.args]
+    is_beside_larger = any(isinstance(arg, torch.Tensor) and arg.dim() for arg in args)
+    return is_beside_larger and result_of(user.target, args).dtype == example(user).dtype
+
+
+def write_index(node: Node) -> None:
+    """An index as Thunder takes it, and without a copy to the device."""
+    _clamp_slices(node)
+    _slice_for_list(node)
+
+
+def _slice_for_list(node: Node) -> None:
+    """``x[..., [-2], :]`` is ``x[..., -2:-1, :].clone()``: PyTorch copies a list to the device in each call."""
+    tensor, index = node.args
+    parts: tuple[Any, ...] = index if isinstance(index, tuple) else (index,)
+    lists = [i for i, part in enumerate(parts) if isinstance(part, list)]
+    if len(lists) != 1 or not all(part is None or isinstance(part, (list, slice, type(...))) for part in parts):
+        return
+    (at,) = lists
+    numbers = parts[at]
+    if not numbers or len(numbers) > _SLICES or not all(type(number) is int for number in numbers):
+        return
+
+    slices = []
+    for number in numbers:
+        args = tensor, (*parts[:at], slice(number, number + 1 or None), *parts[at + 1 :])
+        slices.append(call_before(node, operator.getitem, args, result=result_of(operator.getitem, args)))
+    dim = at if ... not in parts[:at] else at - len(parts)
+    node.target, node.args = (torch.clone, (slices[0],)) if len(slices) == 1 else (torch.cat, (slices, dim))
+
+
+def _clamp_slices(node: Node) -> None:
+    """Slices that reach beyond a tensor, as those of a sliding window do, end where it ends: Thunder refuses them."""
+    tensor, index = node.args
+    shape, result = (getattr(example(each), "shape", None) for each in (tensor, node))
+    parts = index if isinstance(index, tuple) else (index,)
+    if shape is None or result is None or not all(type(part) in (int, slice, types.NoneType) for part in parts):
+        return
+    sizes, kept = iter(shape), iter(result)
+    clamped = []
+    for part in parts:
+        size = None if part is None else next(sizes)
+        clamped.append(_clamped(part, size, None if isinstance(part, int) else next(kept)))
+    node.update_arg(1, (*clamped,))
+
+
+def _clamped(part: Any, size: Any, kept: Any) -> Any:
+    """A part of an index, for a size of which it keeps so much."""
+    if not isinstance(part, slice) or part == slice(None):
+        return part
+    if isinstance(size, torch.SymInt):
+        is_whole = isinstance(kept, torch.SymInt) and kept.node.expr == size.node.expr and part.step in (None, 1)
+        return slice(None) if is_whole else part
+    bounds = (part.start, part.stop, part.step)
+    is_constant = all(bound is None or isinstance(bound, int) for bound in bounds)
+    return slice(*part.indices(size)) if is_constant else part

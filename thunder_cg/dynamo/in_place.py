@@ -1,0 +1,219 @@
+"""What a graph of Dynamo's writes in place, written to new memory, or by symbols that Thunder has."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import types
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.nn import functional as F
+
+from thunder_cg.compat.splitter import example, is_supported
+from thunder_cg.compat.thunder import symbols_of_functions
+from thunder_cg.compat.torch import shares_storage
+from thunder_cg.dynamo import operators
+from thunder_cg.dynamo.nodes import call_before, call_instead, later, result_of, use_later
+from thunder_cg.dynamo.writes import IN_PLACE, is_named_in_place, requires_grad, untracked_writes
+
+NEW = "thunder_cg.new"  # of nodes whose results are in new memory, unlike their examples
+_MAKE_NEW = frozenset([torch.empty, torch.empty_like, torch.zeros, torch.zeros_like, "new_empty", "new_zeros"])
+DRAWS = frozenset(["bernoulli_", "exponential_", "normal_", "uniform_"])
+
+
+def write_as_thunder_does(graph: Graph, nodes: Sequence[Node], options: dict[str, Any]) -> None:
+    """What these nodes write in place is in new memory, or written by symbols that Thunder has."""
+    for node in nodes:
+        _copy_to_out(node)
+        _fill_masked(node)
+    for node in reversed(nodes):
+        _reshape_out_of_place(node)
+    for node in nodes:
+        _name_inplace(node)
+    untracked, trains = untracked_writes(graph), any(requires_grad(example(node)) for node in nodes)
+    for node in nodes:
+        if node.name not in untracked:
+            compute_out_of_place(node, has_gradient=trains and node.target not in DRAWS)
+            _write_slice_as_item(node)
+            _copy_what_is_written(node, options)
+
+
+def _copy_to_out(node: Node) -> None:
+    """``F.normalize(x, out=y)``, as the spectral norm has it, is ``y.copy_(F.normalize(x))``."""
+    out = example(node.kwargs.get("out"))
+    if node.target is not F.normalize or not isinstance(out, torch.Tensor) or requires_grad(out):
+        return
+    kwargs = {name: value for name, value in node.kwargs.items() if name != "out"}
+    fresh = result_of(F.normalize, node.args, kwargs)
+    if _is_alike(fresh, out):
+        computed = call_before(node, operators.normalize(), node.args, kwargs, result=fresh)
+        call_instead(node, torch.Tensor.copy_, node.kwargs["out"], computed)
+
+
+def _fill_masked(node: Node) -> None:
+    """``y[mask] = 0`` is ``y.masked_fill_(mask, 0)``, which does not read the mask on the host."""
+    if node.target is not operator.setitem:
+        return
+    tensor, mask = example(node.args[:2])
+    is_masked = isinstance(mask, torch.Tensor) and mask.dtype is torch.bool and mask.shape == tensor.shape
+    if is_masked and type(node.args[2]) in (int, float) and tensor.is_floating_point() and not requires_grad(tensor):
+        call_instead(node, torch.Tensor.masked_fill_, *node.args)
+        node.meta["example_value"] = tensor
+
+
+_INVERSES: dict[Any, Any] = {
+    "t_": torch.t,
+    "unsqueeze_": torch.squeeze,
+    **dict.fromkeys(("swapaxes_", "swapdims_", "transpose_"), torch.transpose),
+}
+
+
+def _reshape_out_of_place(node: Node) -> None:
+    """``x.t_()`` is ``x = x.t()``. Thunder has no such symbol, and Dynamo's example of ``x`` has the shape after it."""
+    result, inverse = example(node), _INVERSES.get(node.target) if node.op == "call_method" else None
+    if inverse is None or node.kwargs:
+        return
+    earlier = takewhile(lambda each: each is not node, node.graph.nodes)
+    names = [each for each in earlier if example(each) is result]
+    if not names or any(not each.op.startswith("call") for each in names):
+        return
+    before = result_of(inverse, (result, *node.args[1:]))
+    node.target = str(node.target).removesuffix("_")
+    for name in names:
+        name.meta["example_value"] = before
+        use_later(node, name, node)
+
+
+def _name_inplace(node: Node) -> None:
+    """``hardswish(x, True)`` is ``hardswish(x, inplace=True)``: modules pass it by position."""
+    if not isinstance(node.target, types.FunctionType):
+        return
+    parameters = [*inspect.signature(node.target).parameters]
+    if parameters[-1:] == ["inplace"] and len(node.args) == len(parameters):
+        node.kwargs = {**node.kwargs, "inplace": node.args[-1]}
+        node.args = node.args[:-1]
+
+
+def compute_out_of_place(node: Node, *, has_gradient: bool = False) -> None:
+    """``y /= y.sum()`` is ``y = y / y.sum()`` for a tensor that the graph makes, and that has no other name later.
+
+    Thunder's backward reads what the operator has overwritten, so its gradients would be wrong. Its dropout refuses.
+    """
+    function, written, result = _out_of_place(node), _first(node), example(node)
+    if function is None or not isinstance(written, Node) or not isinstance(result, torch.Tensor):
+        return
+    if not (has_gradient or result.requires_grad or function is F.dropout):
+        return
+    if not _is_put_back(node) and _has_other_names(result, (written, node)):
+        return
+    kwargs = {**node.kwargs, "inplace": False} if "inplace" in node.kwargs else node.kwargs
+    if _is_alike(result_of(function, node.args, kwargs), result):
+        call_instead(node, function, *node.args, **kwargs)
+        node.meta[NEW] = True  # its example is what was written: later nodes are known to share memory with that
+        use_later(node, written, node)
+
+
+def _is_put_back(node: Node) -> bool:
+    """Whether it is the ``+=`` of ``y[1:] += z``, which Python writes as ``t = y[1:]``, ``t += z``, ``y[1:] = t``."""
+    item: Any = node.args[0]
+    put: Any = node.next
+    is_put = put.target is operator.setitem and item.target is operator.getitem and put.args == (*item.args, node)
+    return is_put and node.target in IN_PLACE and [*item.users] == [node] and [*node.users] == [put]
+
+
+def _write_slice_as_item(node: Node) -> None:
+    """``y[:, 0].add_(z)`` is ``y[:, 0] = y[:, 0] + z``: Thunder loses gradients of what is written through a view."""
+    written: Any = _first(node)
+    if node.op != "call_method" or not isinstance(written, Node) or written.target is not operator.getitem:
+        return
+    whole: Any
+    index: Any
+    whole, index = written.args
+    base, result = example(whole), example(node)
+    if not isinstance(base, torch.Tensor) or not isinstance(result, torch.Tensor) or not result.requires_grad:
+        return
+    function = _out_of_place(node)
+    item: Any = 0.0 if node.target == "zero_" else None
+    if node.target in ("copy_", "fill_") and len(node.args) == 2:
+        item = node.args[1]
+    if not shares_storage(result, base) or _has_other_names(base, (whole, written, node)):
+        return
+    fresh = result_of(function, node.args, node.kwargs) if function is not None else None
+    if (fresh is None and item is None) or shares_storage(fresh, base):  # `unsqueeze_` writes nothing
+        return
+    if function is not None:
+        item = call_before(node, function, node.args, node.kwargs, result=fresh)
+    call_before(node, operator.setitem, (whole, index, item), result=None)
+    again = call_before(node, operator.getitem, (whole, index), result=example(written))
+    node.replace_all_uses_with(again)
+    use_later(node, written, again)
+    node.graph.erase_node(node)
+
+
+def _copy_what_is_written(node: Node, options: dict[str, Any]) -> None:
+    """``x.sigmoid_()`` is ``x.copy_(x.sigmoid())``, and ``x.fill_(2)`` copies 2 there: Thunder has no such symbols."""
+    result = example(node)
+    is_known = node.target in DRAWS or getattr(torch.Tensor, str(node.target), None) in symbols_of_functions()
+    if node.op != "call_method" or is_known or not isinstance(result, torch.Tensor) or requires_grad(result):
+        return
+    fills = node.target == "fill_" and _fits(node.args[-1], result)
+    function: Any = torch.full_like if fills else _out_of_place(node)
+    fresh = result_of(function, node.args, node.kwargs) if function is not None else None
+    if fresh is None or not _is_alike(fresh, result) or shares_storage(fresh, result):
+        return
+    computed = call_before(node, function, node.args, node.kwargs, result=fresh)
+    if is_supported(computed, options):
+        call_instead(node, torch.Tensor.copy_, node.args[0], computed)
+    else:
+        node.graph.erase_node(computed)
+
+
+def draw_out_of_place(node: Node) -> None:
+    """``x.new_empty(...).bernoulli_(p)``, as stochastic depth has it, draws into a tensor that nothing else sees."""
+    tensor, *numbers = node.args
+    if not isinstance(tensor, Node) or [*tensor.users] != [node] or node.kwargs:
+        return
+    if tensor.target in _MAKE_NEW and all(isinstance(number, (int, float)) for number in numbers):
+        call_instead(node, operators.drawn(str(node.target)), *node.args)
+
+
+def _fits(number: Any, tensor: torch.Tensor) -> bool:
+    """Whether it is a number that a tensor may hold as it is."""
+    return isinstance(number, int) or (isinstance(number, float) and tensor.is_floating_point())
+
+
+def _is_alike(fresh: torch.Tensor, written: torch.Tensor) -> bool:
+    return (fresh.dtype, fresh.shape) == (written.dtype, written.shape)
+
+
+def _first(node: Node) -> Any:
+    return node.args[0] if node.args else None
+
+
+def _out_of_place(node: Node) -> Callable[..., Any] | None:
+    """The operator that computes what an operator in place writes to its first argument."""
+    if node.op == "call_function" and node.target in IN_PLACE:
+        return IN_PLACE[node.target]
+    if callable(node.target) and node.kwargs.get("inplace") is True:
+        return node.target
+    if node.op == "call_method" and is_named_in_place(node):
+        function = getattr(torch.Tensor, str(node.target)[:-1], None)
+        return function if callable(function) else None
+    return None
+
+
+def _has_other_names(tensor: torch.Tensor, known: tuple[Node, ...]) -> bool:
+    """Whether the tensor's memory is not the graph's own, or has a name that is not known and is read after the last
+    node that is known.
+    """
+    after = later(known[-1])
+    for other in known[0].graph.nodes:
+        if shares_storage(example(other), tensor):
+            is_read_later = other not in known and other not in after and not after.isdisjoint(other.users)
+            if other.op in ("placeholder", "get_attr") or is_read_later:
+                return True
+    return False

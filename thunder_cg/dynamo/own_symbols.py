@@ -1,0 +1,110 @@
+"""Where a graph of Dynamo's calls a symbol of this package's, since Thunder has none or one that is not PyTorch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.nn import functional as F
+
+from thunder_cg.compat.operators import library_name
+from thunder_cg.compat.splitter import (
+    can_trace,
+    depends_on_autocast,
+    example,
+    is_supported,
+    is_unused,
+    is_wait,
+    operator_name,
+)
+from thunder_cg.compat.torch import tree_leaves
+from thunder_cg.dynamo import operators
+from thunder_cg.dynamo.fallbacks import has_another_derivative, returns_cpu_scalar
+from thunder_cg.dynamo.nodes import argument, call_instead, return_first_alone
+from thunder_cg.dynamo.writes import requires_grad
+
+
+def use_own_operator(node: Node, options: dict[str, Any]) -> None:
+    """Has a node call this package's operator, if that is better than what Thunder has."""
+    if node.target is F.scaled_dot_product_attention:
+        if not _is_more_than_symbol(node):
+            return
+        if argument(node, 4, "dropout_p", 0.0) != 0.0:
+            node.target = operators.attention  # the backward of PyTorch's operator would draw again
+            return
+        if len(node.args) == 3 and "attn_mask" in node.kwargs:  # Thunder takes no keyword that may have a gradient
+            others = {name: value for name, value in node.kwargs.items() if name != "attn_mask"}
+            node.args, node.kwargs = (*node.args, node.kwargs["attn_mask"]), others
+    if node.target in (F.cross_entropy, F.nll_loss) and _is_right_loss(node):
+        return
+    if any(map(requires_grad, tree_leaves([arg for arg in example(node.args) if isinstance(arg, (list, tuple))]))):
+        _pass_each_of_list(node, options)
+        return
+    function: Any = getattr(torch.Tensor, str(node.target), None) if node.op == "call_method" else node.target
+    if operator_name(node) in ("mul", "multiply"):
+        if not (requires_grad(example(node)) and has_another_derivative(node)):
+            return
+        function = torch.mul
+    if operator_name(node) == "repeat_interleave" and not isinstance(argument(node, 1, "repeats"), int):
+        return  # a tensor, which is read on the host
+    is_partial = operators.is_partial(function)
+    if is_partial and is_supported(node, options):
+        return
+    if (is_partial or library_name(function)) and returns_cpu_scalar(node):
+        return
+    own = operators.instead_of(function)
+    if own is not None and not depends_on_autocast(node, function) and can_trace(own, node, options):
+        call_instead(node, own, *node.args, **node.kwargs)
+
+
+def _pass_each_of_list(node: Node, options: dict[str, Any]) -> None:
+    """``torch.hstack([x, y])`` takes ``x`` and ``y`` by themselves: Thunder's fallback for it loses their gradients."""
+    function: Any = node.target
+    args, own = node.args, operators.of_list(function) if node.op == "call_function" else None
+    if own is None or node.kwargs or depends_on_autocast(node, function):
+        return
+    node.target, node.args = own, (*tree_leaves(args),)
+    if not can_trace(own, node, options):
+        node.target, node.args = function, args
+
+
+def wait_in_trace(collective: Node, options: dict[str, Any]) -> None:
+    """Thunder traces the collective and its wait in one, and `analysis/collectives.py` takes them apart."""
+    own = operators.collective(collective.target)
+    tensor, *others = collective.args
+    if own is None or is_unused(collective) or collective.kwargs or collective.all_input_nodes != [tensor]:
+        return
+    if can_trace(lambda x, *numbers: own(x, *others), collective, options):  # the splitter has proxies for numbers
+        collective.target = own
+        while wait := next(filter(is_wait, collective.users), None):
+            wait.replace_all_uses_with(collective)
+            collective.graph.erase_node(wait)
+
+
+def _is_right_loss(node: Node) -> bool:
+    """Whether Thunder's loss of classes is: its mean of smoothed losses counts what is ignored, and some of its
+    gradients raise. Its `nll_loss` takes fewer arguments, and has no right default of ``ignore_index``."""
+    is_whole = node.target is F.cross_entropy or (len(node.args) <= 3 and "ignore_index" in node.kwargs)
+    is_sum = node.kwargs.get("reduction", "mean") == "sum"
+    return is_whole and not is_sum and not node.kwargs.get("label_smoothing") and example(node.args[0]).dim() in (2, 4)
+
+
+def _is_more_than_symbol(attention: Node) -> bool:
+    """Whether Thunder's symbol for attention, whose kernels are better in training, gets it wrong.
+
+    It takes no ``enable_gqa``. On the CPU, it is written out, and NaN for what a mask keeps from attending to anything,
+    as the padding on the left.
+    """
+    is_masked_on_cpu = argument(attention, 3, "attn_mask") is not None and example(attention).device.type == "cpu"
+    return bool(attention.kwargs.get("enable_gqa")) or is_masked_on_cpu
+
+
+def trace_multi_head_attention(node: Node) -> None:
+    """Thunder traces the function. Without the weights, it returns the output alone: the splitter wants no None."""
+    values = example(node)
+    if not isinstance(values, tuple) or values[1] is not None:
+        node.target = operators.multi_head_attention()
+        return
+    node.target = operators.multi_head_attention(output_only=True)
+    return_first_alone(node)
