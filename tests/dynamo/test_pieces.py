@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +12,7 @@ from support import same
 from torch import nn
 
 from thunder_cg import explain, thunderfx
+from thunder_cg.dynamo.pieces import _runs
 
 
 def _norms(rows):
@@ -150,6 +154,25 @@ def test_a_backward_twice():
         first = first.clone()
         (second,) = torch.autograd.grad(total, w)
         same(first, second)
+
+
+def test_a_piece_goes_with_what_has_it(monkeypatch):
+    made = []
+
+    def kept(*args):
+        run = _runs(*args)
+        made.append(weakref.ref(run))
+        return run
+
+    monkeypatch.setattr("thunder_cg.dynamo.pieces._runs", kept)
+    graphed = thunderfx(_one, backend="tape", dynamic=False)
+    for _ in range(3):
+        graphed(torch.randn(4, 8), torch.randn(8, 8, requires_grad=True)).sum().backward()
+    assert len(made) == 2 and all(each() is not None for each in made)
+    del graphed
+    torch._dynamo.reset()
+    gc.collect()
+    assert [each() for each in made] == [None, None]
 
 
 @pytest.mark.parametrize(
