@@ -947,7 +947,7 @@ def test_an_lstm_in_training(backend, device):
         compiled = thunderfx(lambda x: torch.tanh(model(x)[0]) * 2, backend=backend)
         for _ in range(4):
             compiled(torch.randn(5, 3, 4, device=device)).sum().backward()
-    (layer,) = explain(compiled).outside
+    (layer,) = (*explain(compiled).outside, *explain(compiled).joined)  # on a GPU, a graph holds it
     assert layer.operator == "lstm" and "; nothing has to change" in layer.reason
     assert replays(compiled) > 0 and all(p.grad is not None for p in model.parameters())
 

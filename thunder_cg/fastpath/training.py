@@ -263,7 +263,7 @@ class ThunderOutputFunction(torch.autograd.Function):
 
     Note [Nodes that get nothing]
         After gradients were handed over in bulk, autograd still runs the node of each parameter, on the thread of its
-        device. To wake that thread for each of 149 parameters took 1.2 to 1.9 ms on an H100's host, and to run them on
+        device. To wake that thread for each of 149 parameters took 1.2 to 2.1 ms on an H100's host, and to run them on
         the thread that called ``backward`` 0.5. Autograd asks which thread it is to be when our node returns, and then
         puts back the settings of before our node, so this one holds for these nodes alone.
 
