@@ -654,3 +654,30 @@ def test_a_line_of_a_compiled_module(step_twins, backend):
         step(torch.ones(3, 4, device=step_twins.device))
     (line,) = [said for said in step.in_python if "(total = x.sum().item())" in said]
     assert f"at {Path(__file__).name}:" in line and step.replays == 0
+
+
+def test_what_else_changes_is_named(run):
+    """Of a name only what comes first; not the state that an optimizer makes in its first step."""
+    history = {"step": 0, "losses": []}
+
+    def make(model, optimizer):
+        schedule = LambdaLR(optimizer, lambda i: 1 / (1 + i))
+
+        def inner(loss):
+            loss.backward()
+            optimizer.step()
+            history["step"] += 1
+            history["losses"].append(loss.item())
+            schedule.step()
+
+        return inner
+
+    step, said = run(make)
+    (said,) = (each for each in said if "in each step" in each)
+    first, others = (
+        said.partition(": ")[2].partition(" changed")[0],
+        said.rpartition("; ")[2].removesuffix(" changed, too"),
+    )
+    roots = {re.split(r"[.\[(]", each.removeprefix("len("))[0] for each in (first, *others.split(", "))}
+    assert step.replays == 0 and roots == {"schedule", "history", "optimizer"}, said
+    assert "capturable" not in said

@@ -11,7 +11,7 @@ from thunder_cg.runtime.backend import Backend
 
 WATCHED = "a torch dispatch or function mode is active, which has to see each operator, and a replay shows it none"
 RETAINED = "the autograd graph is retained, so what its forward saved has to outlive this backward"
-HOOKS = "saved-tensor hooks are active (activation checkpointing, offloading), and they own what a forward saves"
+HOOKS = "saved-tensor hooks are active (activation checkpointing, offloading), and they keep what a forward saves"
 FORWARD_AD = "forward-mode AD is active, and a graph computes no tangents"
 TRACED = "torch.jit.trace records each operator, and a replay shows it none"
 WRITTEN_LEAF = "an input that is written in place is a leaf that requires grad, which PyTorch does not allow"
@@ -28,8 +28,9 @@ FIXES = {
     WATCHED: "leave the mode, such as a FlopCounterMode, around the calls that it need not see",
     RETAINED: "sum the losses and call backward once, without retain_graph=True; leave out create_graph=True, as "
     "Thunder has no second derivatives, with and without graphs, and a backward through gradients raises",
-    HOOKS: "call torch.utils.checkpoint inside of the compiled function, where Thunder traces it; or give it "
-    "use_reentrant=True, which needs an input that requires grad; offload only what is not compiled",
+    HOOKS: "call torch.utils.checkpoint inside of the compiled function, where Thunder traces it, such as in the "
+    "forward of a module around the model, and compile that one; or give it use_reentrant=True, which needs an input "
+    "that requires grad; offload only what is not compiled",
     FORWARD_AD: "call the compiled function outside of torch.func.jvp and torch.autograd.forward_ad",
     TRACED: "trace the function that was not compiled",
 }

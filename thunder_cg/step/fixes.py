@@ -6,6 +6,7 @@ Each fix works if it is followed: tests/step/test_fixes.py follows them.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from traceback import walk_tb
@@ -62,6 +63,7 @@ _HISTORY = (
 )
 _NORM = "it reads whether the norm is finite; pass error_if_nonfinite=False, and look at the norm outside of the step"
 _NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+_MOST_OTHERS = 3  # that are named beside what a reason is about
 _READ_THEIR_RATE = ("Adadelta", "Muon", "RMSprop")  # on the host if it is a tensor, and nothing else
 # By what the message of an error has in small letters; the first one counts.
 _FIXES = {
@@ -99,7 +101,7 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
         return f"; {_RATE}" if follows or optimizer is None else f"; {_RATE}, and {_make(optimizer)}"
     if isinstance(optimizer, torch.optim.LBFGS):
         return f"; {_OPTIMIZER}; {_make(optimizer)}"
-    if "['step']" in label:
+    if "['step']" in label and (optimizer is not None or ".state[" in label):
         return f"; {_OPTIMIZER}; {'take a capturable one' if optimizer is None else _make(optimizer)}"
     if "['betas']" in label or "['momentum']" in label:
         return f"; {_CONSTANT}"
@@ -123,6 +125,28 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
         return f"; {_SET_BACK}"
     in_step_fix = _ADDS if change.startswith("len(") else _IN_STEP
     return f"; {in_step_fix if in_step else _BETWEEN}"
+
+
+def also_changed(
+    change: str, before: Mapping[str, Any], after: Mapping[str, Any], facts: Facts, roots: Mapping[str, Any]
+) -> str:
+    """What else keeps the step in Python, by its name: "; history['step'] changed, too". "" if nothing does.
+
+    Only values and lengths are said, of those that belong to one name the first, and nothing that may change once only.
+    """
+    seen, others = {_root_of(change)}, []
+    for label, value in before.items():
+        is_number = isinstance(value, (tuple, int))  # or a length; a tensor may have several names
+        if is_number and after.get(label, value) != value and (root := _root_of(label)) not in seen:
+            said = difference({label: value}, {label: after[label]})
+            if fix_of_change(str(said), facts, roots, in_step=True):
+                seen.add(root)
+                others.append(label)
+    return f"; {', '.join(others[:_MOST_OTHERS])} changed, too" if others else ""
+
+
+def _root_of(label: str) -> str:
+    return re.split(r"[.\[ )]", re.sub(r"^(len\(|what )+", "", label), maxsplit=1)[0]
 
 
 def fix_of_moved(moved: str) -> str:

@@ -31,7 +31,14 @@ from thunder_cg.step.attributes import Attributes
 from thunder_cg.step.averages import move_counters
 from thunder_cg.step.calls import Calls
 from thunder_cg.step.facts import Facts
-from thunder_cg.step.fixes import change_between, fix_of_change, fix_of_changed_argument, fix_of_moved, where
+from thunder_cg.step.fixes import (
+    also_changed,
+    change_between,
+    fix_of_change,
+    fix_of_changed_argument,
+    fix_of_moved,
+    where,
+)
 from thunder_cg.step.gradients import GraphGradient
 from thunder_cg.step.memory import PythonCall, making_states_apart, nbytes
 from thunder_cg.step.outside import states_outside, thread_states
@@ -383,6 +390,7 @@ class GraphedStep:
             change += state.line_of(change) if fix else ""
             # A hook is the cause, maybe. What changes once, as the first step's state does, is not what is in the way.
             objection = found.hooked or (None if fix else found.objection)
+            fix += also_changed(change, before, now, state.facts, self._roots) if fix and not moved else ""
             self.in_python -= Counter([reason])
             self.in_python[objection or f"{change}, in the step{fix}"] += 1
             if objection is not None:
