@@ -311,6 +311,7 @@ def beside_a_thread() -> tuple[int, int, dict[str, int]]:
 def _communicate(group: Any, times: int) -> None:
     for _ in range(times):
         dist.all_reduce(torch.ones(1), group=group)
+        time.sleep(1e-3)  # so that some are in the call, however long it takes to begin
 
 
 def test_another_thread_that_communicates(ranks: Ranks) -> None:
