@@ -55,6 +55,8 @@ def fused(module):
 class Whole(Automatic):
     """Automatic optimization, with the whole step as one graph. Lightning's own backward and step do nothing."""
 
+    max_norm = 0.5
+
     def __init__(self, net, transforms, graphed):
         super().__init__(net, transforms)
         self.graphed = graphed
@@ -65,7 +67,7 @@ class Whole(Automatic):
         def update(x, labels):
             loss = self.net(x, labels)
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(self.net.parameters(), 0.5)
+            torch.nn.utils.clip_grad_norm_(self.net.parameters(), self.max_norm)
             optimizer.step()
             optimizer.zero_grad()
             return loss.detach()
@@ -79,27 +81,14 @@ class Whole(Automatic):
         return loss.requires_grad_()
 
 
-class Manual(Automatic):
+class Manual(Whole):
     """The whole step is one graph. It leaves no gradients, so Lightning's own step changes nothing, and counts it."""
 
+    max_norm = 1.0
+
     def __init__(self, net, transforms, graphed):
-        super().__init__(net, transforms)
+        super().__init__(net, transforms, graphed)
         self.automatic_optimization = False
-        self.graphed = graphed
-
-    def configure_optimizers(self):
-        (optimizer,), schedules = fused(self)
-
-        def update(x, labels):
-            loss = self.net(x, labels)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        self.update = self.graphed(update)
-        return [optimizer], schedules
 
     def training_step(self, batch, index):
         self.log("loss", self.update(*batch))

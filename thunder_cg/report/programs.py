@@ -239,7 +239,7 @@ def outside_of(label: str, graph: Any) -> Iterator[Outside]:
     pieces = count(len(graph.thunder_compiled_fns or ()), "piece")
     from thunder_cg.compat.splitter import SeenNode  # Dynamo is imported by now
 
-    nodes = {node.name: SeenNode.of(node) for node in _nodes(graph)}
+    nodes = {"": SeenNode(None, None, is_users=True)} | {node.name: SeenNode.of(node) for node in _nodes(graph)}
     return _given_away(
         label, graph, nodes, f"cut into {pieces} of Thunder's and {kinds['TORCH_INDUCTOR']} of Inductor's"
     )
@@ -259,16 +259,17 @@ def _nodes(graph: Any) -> list[Node]:
 
 
 def _given_away(label: str, graph: Any, nodes: Mapping[str, SeenNode], cost: str) -> Iterator[Outside]:
-    """Of these nodes those that the splitter gave away, alike ones together. It may look at an operator twice."""
+    """Of these nodes those that the splitter gave away, alike ones together. It may look at an operator twice.
+
+    The name "" stands for a part of the graph that the splitter does not name.
+    """
     reasons = dict.fromkeys(_reason(split) for split in graph.split_reasons or ())
     alike: Counter[tuple[str, str | None, str | None, str]] = Counter()
     for said in reasons:
         name, operator, reason = understood(said)
-        seen = nodes.get(name) if name else None
-        if seen.is_users if seen is not None else cost and not name:
-            frames = user_frames(seen.stack if seen is not None else None)
-            operator = seen.operator if seen is not None and seen.operator else operator
-            alike[operator, called_from(frames), frames[-1].text if frames else None, reason] += 1
+        if (seen := nodes.get(name)) is not None and seen.is_users:
+            frames = user_frames(seen.stack)
+            alike[seen.operator or operator, called_from(frames), frames[-1].text if frames else None, reason] += 1
     for (operator, line, source, reason), times in alike.items():
         yield Outside(label, operator, line, reason, times, cost, source)
 

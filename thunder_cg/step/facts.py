@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -104,6 +105,11 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | Non
             return f"{label} changed from {_shown(value)} to {_shown(after[label])}"
     new = next((label for label in after if label not in before), None)
     return None if new is None else f"{new} is new: {_shown(after[new])}"
+
+
+def subject(change: str) -> str:
+    """What a fact or a change is about, without what is said of it: "len(losses) changed ..." begins with "losses"."""
+    return re.sub(r"^(len\(|what |the order of |the bases of |type\()+", "", change)
 
 
 def _shown(fact: Any) -> str:

@@ -24,7 +24,7 @@ from thunder_cg.compat.lines import line_in_trace
 from thunder_cg.compat.torch import names_of, tensors_in
 from thunder_cg.runtime.tensors import has_history
 from thunder_cg.step.calls import is_of_package, line_with_code
-from thunder_cg.step.facts import Facts, Same, difference
+from thunder_cg.step.facts import Facts, Same, difference, subject
 from thunder_cg.step.reads import is_installed
 
 _RATE = "make the learning rate a tensor on the device, which a scheduler then writes"
@@ -146,7 +146,7 @@ def also_changed(
 
 
 def _root_of(label: str) -> str:
-    return re.split(r"[.\[ )]", re.sub(r"^(len\(|what )+", "", label), maxsplit=1)[0]
+    return re.split(r"[.\[ )]", subject(label), maxsplit=1)[0]
 
 
 def fix_of_moved(moved: str) -> str:

@@ -39,7 +39,7 @@ from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.tensors import has_history, layout
 from thunder_cg.step.attributes import Attributes, Names
 from thunder_cg.step.collector import CONTAINERS, Collector, is_simple
-from thunder_cg.step.facts import Facts, Same, is_equal
+from thunder_cg.step.facts import Facts, Same, is_equal, subject
 from thunder_cg.step.gradients import place_of
 from thunder_cg.step.outside import shared_generator
 from thunder_cg.step.places import Carried, Place, in_two_places, places_of
@@ -270,7 +270,7 @@ class StepState:
 
     def line_of(self, change: str) -> str:
         """The line of the user's code that names what a change is of: " (see train.py:31)"; "" if none is known."""
-        label = re.sub(r"^(len\(|what |the order of |the bases of |type\()+", "", change)
+        label = subject(change)
         names = [n for n, line in self._lines.items() if line and re.match(rf"{re.escape(n)}\W", label)]
         return f" (see {self._lines[max(names, key=len)]})" if names else ""
 
