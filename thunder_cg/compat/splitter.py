@@ -295,7 +295,9 @@ def keeping_fallbacks(
     untracked = cache(without_gradient)
 
     def split_balanced(module: GraphModule, split_callback: Callable[[Node], int], **kwargs: Any) -> GraphModule:
-        parts = join(*_parts(module.graph, split_callback))
+        parts = {node: split_callback(node) for node in module.graph.nodes if node.op.startswith("call")}
+        of_thunder = getclosurevars(split_callback).nonlocals["supported_partitions"]
+        parts = join(parts, frozenset(of_thunder))
         module.recompile()
         whole = split(module, split_callback=parts.__getitem__, **kwargs)
         for part in whole.children():
@@ -330,12 +332,6 @@ def keeping_fallbacks(
         patch.object(torch._inductor, "compile", around_inductor(torch._inductor.compile)),
     ):
         yield
-
-
-def _parts(graph: Graph, number_of: Callable[[Node], int]) -> tuple[dict[Node, int], frozenset[int]]:
-    """The number that the splitter gives the part of each call, and the numbers of Thunder's parts."""
-    parts = {node: number_of(node) for node in graph.nodes if node.op.startswith("call")}
-    return parts, frozenset(getclosurevars(number_of).nonlocals["supported_partitions"])
 
 
 _MODES = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast, torch._C._set_grad_enabled)
