@@ -31,41 +31,6 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 from thunder_cg.compat.thunder import no_autocast
 from thunder_cg.compat.torch import tensors_in, tree_flatten, tree_leaves
 
-__all__ = [
-    "GET_DATA",
-    "can_trace",
-    "can_trace_all",
-    "checkpoints",
-    "compute_again",
-    "compute_without_gradient",
-    "depends_on_autocast",
-    "example",
-    "fake_arguments",
-    "fallback_of",
-    "fixed_float",
-    "for_splitter",
-    "inside_transforms",
-    "is_collective",
-    "is_differentiable",
-    "is_for_splitter",
-    "is_number_of_numpys",
-    "is_supported",
-    "is_traced",
-    "is_unused",
-    "is_wait",
-    "keeping_fallbacks",
-    "known_constant",
-    "loses_wait",
-    "modes_of",
-    "numpy_name",
-    "on_examples",
-    "operator_name",
-    "read_number",
-    "reads_values",
-    "symbols_of_sizes",
-    "without_gradient",
-]
-
 GET_DATA = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]  # what Dynamo makes of ``x.data``
 _FALLBACKS = frozenset(utils.auto_register_ops)  # PyTorch's functions that Thunder calls as they are
 
