@@ -169,6 +169,7 @@ def in_two_places(values: Iterable[tuple[str, Carried]]) -> str | None:
     names: dict[int, str] = {}
     for name, value in values:
         for each in value.ids:
-            if (first := names.setdefault(each, name)) != name or value.ids.count(each) > 1:
-                return f"one tensor is in {first} and in {name}; clone it for one of them"
+            if each in names:
+                return f"one tensor is in {names[each]} and in {name}; clone it for one of them"
+            names[each] = name
     return None
