@@ -261,8 +261,7 @@ def keeping_fallbacks(
 
     def split_balanced(module: GraphModule, split_callback: Callable[[Node], int], **kwargs: Any) -> GraphModule:
         parts = {node: split_callback(node) for node in module.graph.nodes if node.op.startswith("call")}
-        of_thunder = getclosurevars(split_callback).nonlocals["supported_partitions"]
-        parts = join(parts, frozenset(of_thunder))
+        parts = join(parts, frozenset(getclosurevars(split_callback).nonlocals["supported_partitions"]))
         module.recompile()
         whole = split(module, split_callback=parts.__getitem__, **kwargs)
         for part in whole.children():
@@ -272,9 +271,8 @@ def keeping_fallbacks(
 
     def try_once(symbol: Any, node: Node, options: dict[str, Any]) -> tuple[bool, SplitReason | None]:
         casts = tuple(_autocasts_at(node))
-        key = _trial(symbol, node, options)
-        key = (key, casts) if key is not None else None
-        if key is not None and key in succeeded:
+        key = _trial(symbol, node, options, casts)
+        if key in succeeded:
             return True, None
         result = try_symbol(_under_autocast(symbol, casts), node, options)
         if key is not None and result[0]:
@@ -354,7 +352,7 @@ def _under_autocast(symbol: Any, casts: Sequence[Autocast]) -> Any:
     return call if casts else symbol
 
 
-def _trial(symbol: Any, node: Node, options: dict[str, Any]) -> Any:
+def _trial(symbol: Any, node: Node, options: dict[str, Any], casts: Sequence[Autocast]) -> Any:
     """All that Thunder's trial of a symbol with a node's arguments depends on; None if that is not known to be all.
 
     A model repeats its layers, and a trial takes a tenth of a second: it traces and differentiates the symbol.
@@ -372,7 +370,7 @@ def _trial(symbol: Any, node: Node, options: dict[str, Any]) -> Any:
             known.append(repr(value))
         else:
             return None
-    return symbol, structure, (*known,), options.get("disable_torch_autograd")
+    return symbol, structure, (*known,), options.get("disable_torch_autograd"), casts
 
 
 def _restore_grad_mode(part: GraphModule) -> None:
