@@ -55,8 +55,6 @@ without_torch_functions = torch._C.DisableTorchFunction
 
 # Whether the tensor is zeros without memory, as the derivative of ``torch.sgn`` is.
 is_zero_tensor: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerotensor
-# A view that is negated only when it is read. Its inverse is itself.
-neg_view: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor._neg_view
 # Whether autograd knows the tensor for a view of another one, and that other one; None if there is none.
 is_view: Callable[[torch.Tensor], bool] = torch.Tensor._is_view
 autograd_base: Callable[[Any], torch.Tensor | None] = attrgetter("_base")
@@ -73,6 +71,12 @@ is_wrapper_type: Callable[[type], bool] = is_traceable_wrapper_subclass_type
 
 # As ``__torch_function__`` of a subclass of Tensor: PyTorch's functions take it for a plain tensor.
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+
+
+def read_as(tensor: torch.Tensor, *, conj: bool, neg: bool) -> torch.Tensor:
+    """A view that is conjugated, and negated, only when it is read. The same once more undoes it."""
+    tensor = tensor.conj() if conj else tensor
+    return tensor._neg_view() if neg else tensor
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
