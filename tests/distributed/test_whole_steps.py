@@ -396,8 +396,39 @@ def test_functional_collectives(ranks: Ranks) -> None:
     for differing, replays, text in ranks.run(functionally):
         assert not differing and replays >= 3, text
         group = r"in the group default_pg of 2 ranks"
-        said = rf"Graph 0: \d+ .*; 5 all_reduce of 8\.1 KiB {group}; .*1 broadcast of 2\.0 KiB {group}"
+        said = rf"Graph 0: \d+ .*; 5 all_reduce of 8\.1 KiB {group}; 2 can overlap .*1 broadcast of 2\.0 KiB {group}; 0 "
         assert re.search(said, text), text
+
+
+def overlapping() -> str:
+    """Reduces two gradients, and computes with the first only while the second is under way."""
+    import parallel
+
+    def make(model: Any) -> Callable[..., Any]:
+        def step(tokens):
+            model.zero_grad()
+            loss = model(tokens).square().mean()
+            loss.backward()
+            first, second = (p.grad for p in [*model.parameters()][:2])
+            works = [dist.all_reduce(first, async_op=True), dist.all_reduce(second, async_op=True)]
+            works[0].wait()
+            first.div_(2)
+            works[1].wait()
+            return loss.detach()
+
+        return step
+
+    step = graphed(make(parallel.model()))
+    for i in range(4):
+        step(parallel.tokens(i))
+    return str(explain(step))
+
+
+def test_what_overlaps(ranks: Ranks) -> None:
+    """`explain` counts the collectives that have work between their start and their wait."""
+    for text in ranks.run(overlapping):
+        said = "2 all_reduce of 4.0 KiB in the group default_pg of 2 ranks; 1 can overlap with compute"
+        assert said in text, text
 
 
 # Parameters that are DTensors

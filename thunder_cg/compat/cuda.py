@@ -168,6 +168,11 @@ def graph_under_capture(stream: int) -> Any:
     return next(part for part in check(driver.cuStreamGetCaptureInfo(stream)) if isinstance(part, driver.CUgraph))
 
 
+def node_count(graph: Any) -> int:
+    """How many nodes the driver's graph has."""
+    return int(check(driver.cuGraphGetNodes(graph))[1])
+
+
 def new_pool(index: int) -> PoolId:
     """The id of a new private pool. The pool exists until `release_pool` was called once."""
     pool: PoolId = torch.cuda.graph_pool_handle()

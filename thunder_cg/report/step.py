@@ -15,6 +15,7 @@ from thunder_cg.report.collectives import name_of
 from thunder_cg.report.memory import MemoryReport
 from thunder_cg.report.units import count
 from thunder_cg.step import GraphedStep
+from thunder_cg.step.calls import StepCollective
 
 _VALUES = re.compile(r"(?<= changed) from .*? to .*?(?= \(see |, in the step|, in each step|;|$)")
 
@@ -32,7 +33,7 @@ class StepReport:
     memory: MemoryReport  # the ledger; its recordings are the graphs that are kept
     # What each of these graphs does: its kernels, memcpys and memsets; recorded ops on the tape; nothing if not known.
     nodes: tuple[Mapping[str, int], ...] = ()
-    collectives: tuple[tuple[str, ...], ...] = ()  # of each: how many of which kind, bytes and group, in words
+    collectives: tuple[tuple[str, ...], ...] = ()  # of each: how many of which kind, bytes, group and overlap, in words
     raised: int = 0  # calls whose replay raised an error
 
     @classmethod
@@ -83,14 +84,16 @@ class StepReport:
         return html.lines(self.lines())
 
 
-def _collectives(communicates: Mapping[ProcessGroup, Sequence[tuple[str, int]]]) -> Iterator[str]:
-    """``"2 all_reduce of 3.0 KiB in the group default_pg of 2 ranks"``."""
+def _collectives(communicates: Mapping[ProcessGroup, Sequence[StepCollective]]) -> Iterator[str]:
+    """``"2 all_reduce of 3.0 KiB in the group default_pg of 2 ranks; 1 can overlap with compute"``."""
     for group, begun in communicates.items():
-        alike: dict[str, list[int]] = {}
-        for name, nbytes in begun:
-            alike.setdefault(name, []).append(nbytes)
-        for name, each in alike.items():
-            yield text.collectives_alike(name, each, name_of(group), group.size(), len(each))
+        alike: dict[str, list[StepCollective]] = {}
+        for each in begun:
+            alike.setdefault(each.name, []).append(each)
+        for name, total in alike.items():
+            nbytes = [each.nbytes for each in total]
+            said = text.collectives_alike(name, nbytes, name_of(group), group.size(), len(total))
+            yield f"{said}; {sum(each.overlaps for each in total):,} can overlap with compute"
 
 
 def _merged(reasons: Mapping[str, int], fixes: Mapping[str, str]) -> Counter[str]:

@@ -47,7 +47,7 @@ from thunder_cg.runtime.outputs import AliasedInput, Outputs
 from thunder_cg.runtime.recording import RecordingUse
 from thunder_cg.runtime.tensors import address_if_any, copy_all, is_plain, layout
 from thunder_cg.step.averages import known_to_be_positive
-from thunder_cg.step.calls import Calls
+from thunder_cg.step.calls import Calls, StepCollective
 from thunder_cg.step.facts import ATOMS
 from thunder_cg.step.fixes import change_between, fix_of_argument, fix_of_change, fix_of_moved
 from thunder_cg.step.gradients import LIKE, ExpectedGradients, GradientsBefore, GraphGradient, Overwritten, place_of
@@ -198,7 +198,7 @@ class StepRecording(RecordingUse):
     last_call: int = 0  # of the step that used it
     without_graphs: int = 0  # what a call in Python has allocated at a time, at least
     collectives: Collectives | None = None  # that it holds
-    communicates: Mapping[ProcessGroup, Sequence[tuple[str, int]]] = field(default_factory=dict)  # see `Calls.groups`
+    communicates: Mapping[ProcessGroup, Sequence[StepCollective]] = field(default_factory=dict)  # see `Calls.groups`
     before: tuple[Snapshot, GradientsBefore] | None = None  # the capture, until the first replay
 
     def arenas(self) -> list[Arena]:
@@ -323,15 +323,16 @@ class _Body:
             with (
                 hidden_capture(is_constant),
                 known_to_be_positive(self._state.averages),
-                self._calls.told_of_collectives(),
+                self._calls.told_of_collectives(backend.captured_nodes),
                 self._carry() as left,
                 watched,
             ):
                 result = self._batch.call(self._fn, self._buffers)
         finally:
             self._calls.end()
-        for _, line in self._calls.pending.values():  # on a GPU, its memory would be used again while it runs
-            raise CaptureRefused(f"a collective is not waited for in the step{line}; call wait() of what it returns")
+        for each in self._calls.pending.values():  # on a GPU, its memory would be used again while it runs
+            problem = f"a collective is not waited for in the step{each.line}"
+            raise CaptureRefused(f"{problem}; call wait() of what it returns")
         leaves, structure = tree_flatten(result)
         device = self._state.device
         for leaf in leaves:
