@@ -509,7 +509,8 @@ class Program:
 
     def _keep_recording(self, call: Call) -> None:
         """Has later calls replay what the call recorded, if nothing failed and the memory budget has room for it."""
-        self._warm.add_captured(call.key)
+        if call.key in self._warm:
+            self._warm[call.key] = True
         recording, trace = call.recording, call.trace
         assert recording is not None and trace is not None
         if self._begins_calls:

@@ -9,15 +9,9 @@ from thunder_cg.compat.thunder import torch_executor_has
 from thunder_cg.tools.operators.coverage import ONLY_ON_A_GPU
 from thunder_cg.tools.operators.measure import Counts, key_of
 from thunder_cg.tools.operators.results import OperatorResults
-from thunder_cg.tools.results import FOLDER
 
 SHOWN = frozenset({"fail", "wrong", "barred"})
 FINE = frozenset({"pass", "nondeterministic"})
-
-
-def released() -> list[OperatorResults]:
-    """The results of this release, one file for each machine."""
-    return [OperatorResults.read(path) for path in sorted(FOLDER.glob("rules-*.json"))]
 
 
 def disagreements(files: Sequence[OperatorResults]) -> list[str]:
