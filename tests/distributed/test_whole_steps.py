@@ -396,9 +396,8 @@ def test_functional_collectives(ranks: Ranks) -> None:
     for differing, replays, text in ranks.run(functionally):
         assert not differing and replays >= 3, text
         group = r"in the group default_pg of 2 ranks"
-        reduced = rf"5 all_reduce of 8\.1 KiB {group}; 2 can overlap"
-        broadcast = rf"1 broadcast of 2\.0 KiB {group}; 0 "
-        assert re.search(rf"Graph 0: \d+ .*; {reduced} .*{broadcast}", text), text
+        said = rf"Graph 0: \d+ .*; 5 all_reduce of 8\.1 KiB {group}; 2 can .*; 1 broadcast of 2\.0 KiB {group}; 0 can "
+        assert re.search(said, text), text
 
 
 def overlapping() -> str:

@@ -217,7 +217,7 @@ class Program:
         if self.collectives is None:
             return call
         meets = self.collectives.meets()
-        call.round = self.collectives.next_round(replays=call.mode is Mode.REPLAY)
+        call.round = self.collectives.next_round()
         if call.mode in (Mode.WARMUP, Mode.EAGER):
             call.round.decline("it warms up" if call.mode is Mode.WARMUP else "it runs eagerly")
         elif meets:
@@ -500,12 +500,10 @@ class Program:
             self.budget.keeps(call)
         elif call.mode is Mode.CAPTURE:
             self._keep_recording(call)
-        if call.mode in (Mode.CAPTURE, Mode.REPLAY):
-            if self.regions and all(region.is_deselected for region in self.regions):
-                self.eager_calls += 1
-                self.count_fallback(skip_reasons.DESELECTED, "")
-            if self.collectives is not None:
-                self.collectives.watch()
+        replays = call.mode in (Mode.CAPTURE, Mode.REPLAY)
+        if replays and self.regions and all(region.is_deselected for region in self.regions):
+            self.eager_calls += 1
+            self.count_fallback(skip_reasons.DESELECTED, "")
 
     def _keep_recording(self, call: Call) -> None:
         """Has later calls replay what the call recorded, if nothing failed and the memory budget has room for it."""
