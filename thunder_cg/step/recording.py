@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import compress, islice
 from operator import is_
 from typing import Any
 
@@ -51,7 +51,16 @@ from thunder_cg.step.averages import known_to_be_positive
 from thunder_cg.step.calls import Calls
 from thunder_cg.step.facts import ATOMS
 from thunder_cg.step.fixes import change_between, fix_of_argument, fix_of_change, fix_of_moved
-from thunder_cg.step.gradients import ANY, LIKE, THERE, ExpectedGradients, GradientsBefore, GraphGradient, Overwritten, place_of
+from thunder_cg.step.gradients import (
+    ANY,
+    LIKE,
+    THERE,
+    ExpectedGradients,
+    GradientsBefore,
+    GraphGradient,
+    Overwritten,
+    place_of,
+)
 from thunder_cg.step.memory import nbytes
 from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, memory_of_tensors, moved, refuse_other_memory
 from thunder_cg.step.outside import states_outside
@@ -573,8 +582,9 @@ class StepCapture:
         refuse_other_memory(addresses, known, [*own, *self._held_elsewhere()], state.device, pool, memory)
         kernels = kernel_settings(Settings.ALL)
         tensors, expected = [parameter.grad for parameter in state.parameters], before.expected(addresses)
-        if body.results & _storages(g for g, before in zip(tensors, expected) if not (before is ANY or before is THERE)):
-            raise CaptureRefused(_IS_GRADIENT)  # no step drops it before it adds to it
+        are_kept = [not (each is ANY or each is THERE) for each in expected]  # a later step does not drop them first
+        if body.results & _storages(compress(tensors, are_kept)):
+            raise CaptureRefused(_IS_GRADIENT)
         found = zip(tensors, state.parameters, expected)
         left = [GraphGradient.of(g, p) for g, p, before in found if g is not None and before is not LIKE]
         kept = {id(each) for each in expected if isinstance(each, Tensor)}
