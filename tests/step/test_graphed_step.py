@@ -989,6 +989,31 @@ def test_arguments_that_no_graph_can_have(step_twins, kind):
     assert step.captures == 0 and why(step)
 
 
+def test_arguments_that_are_nan(step_twins):
+    """No NaN is equal to another one, so each has to be compared by its bits."""
+    step = step_twins.graphed(lambda x, fill: x + torch.full_like(x, fill).nan_to_num(2.0))
+    x = torch.ones(2, device=step_twins.device)
+    for i in range(8):
+        same(step(x, float("nan") if i else 1.0), x + (2.0 if i else 1.0))
+    assert step.captures == 1 and step.replays == 5, why(step)
+
+
+def test_a_result_that_is_a_gradient(step_twins):
+    """A later step adds to the gradient, and so to the result."""
+    model, results = step_twins.model(nn.Linear(4, 3)), []
+
+    def fn(x, y):
+        cross_entropy(model(x), y).backward()
+        return model[0].weight.grad
+
+    step = step_twins.graphed(fn)
+    for _ in range(5):
+        results.append(step(*step_twins.batch()))
+    for result in results:
+        same(result, model[0].weight.grad)
+    assert step.captures == 0 and "the memory of a gradient" in why(step), why(step)
+
+
 def test_arguments_that_are_one_tensor(step_twins):
     """A graph for two tensors is not for the same one twice: Python may ask, as attention does."""
 

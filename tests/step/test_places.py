@@ -15,8 +15,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_map_only
 
-from thunder_cg.step.places import in_two_places
-
 pytestmark = pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")
 LAST = None
 
@@ -134,6 +132,16 @@ def buffer(model):
     return keep, lambda: model.state_dict()
 
 
+def one_tensor_in_two_places(model):
+    keeper = Keeper(model)
+
+    def keep(loss, logits):
+        keeper.loss = loss.detach() * (2 if keeper.loss is keeper.before else 1)
+        keeper.before = keeper.loss
+
+    return keep, lambda: [keeper.loss, keeper.before]
+
+
 def state_of_an_optimizer(model):
     class Momentum(torch.optim.Optimizer):
         @torch.no_grad()
@@ -149,7 +157,7 @@ def state_of_an_optimizer(model):
 
 KINDS = (
     attribute, mean, the_last_two, variable, of_module, items, namespace, slot, another_dictionary,
-    replaced_by_what_its_method_gives, buffer, state_of_an_optimizer,
+    replaced_by_what_its_method_gives, buffer, state_of_an_optimizer, one_tensor_in_two_places,
 )  # fmt: skip
 
 
@@ -389,18 +397,24 @@ def keeps_a_parameter(model):
     return keep, lambda: keeper.before
 
 
-def keeps_one_tensor_twice(model):
+def keeps_a_gradient(model):
     keeper = Keeper(model)
+    keeper.loss = torch.zeros_like(model[0].bias)
 
     def keep(loss, logits):
-        keeper.loss = loss.detach() * (2 if keeper.loss is keeper.before else 1)
-        keeper.before = keeper.loss
+        keeper.loss = model[0].bias.grad
 
-    return keep, lambda: [keeper.loss, keeper.before]
+    return keep, lambda: keeper.loss.clone()
+
+
+def appends_a_gradient(model):
+    gradients = []
+    return lambda loss, logits: gradients.append(model[0].bias.grad.view(-1)), lambda: gradients.copy()
 
 
 REFUSED = {
-    keeps_one_tensor_twice: "one tensor is in keeper.",
+    keeps_a_gradient: "a tensor that the step keeps shares memory with another one that it uses; have it keep a clone",
+    appends_a_gradient: "the step returns or keeps the memory of a gradient, which others may write; clone it",
     reads_a_history: "detach it: a graph keeps no history",
     keeps_a_history: "detach it: a graph keeps no history",
     writes_in_place: "the step writes to",
@@ -427,6 +441,46 @@ def test_what_is_not_carried(step_twins, make):
     assert step.captures == 0 and said in str([*step.in_python]), step.in_python
 
 
+def test_one_tensor_stays_one(step_twins):
+    """A result, an argument that is returned, what is kept, and what is appended, also of the step before."""
+
+    def run(graphed):
+        torch.manual_seed(0)
+        model, losses, last = step_twins.model(nn.Linear(4, 3)), [], deque(maxlen=2)
+        keeper, optimizer = Keeper(model), sgd(model.parameters())
+        shifts = [torch.zeros((), device=step_twins.device) for _ in range(2)]
+
+        def step(x, y):
+            nonlocal shifts
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            keeper.loss = loss = loss.detach()
+            shifts = [loss, shifts[0]]
+            losses.extend((loss, loss))
+            last.append(loss)
+            return loss, loss, x, loss.view(1)
+
+        step = step_twins.graphed(step) if graphed else step
+        torch.manual_seed(1)
+        found = []
+        for _ in range(9):
+            (x, y), before = step_twins.batch(), shifts
+            results = step(x, y)
+            same_as_first = [results[1], keeper.loss, *losses[-2:], last[-1], shifts[0], shifts[1]]
+            found.append(torch.tensor([each is results[0] for each in same_as_first]))
+            found.append(torch.tensor([results[2] is x, shifts[1] is before[0]]))
+            results[0].add_(1)
+            found += [each.clone() for each in (*results, *shifts, *losses)]
+        return found, step
+
+    expected, _ = run(False)
+    found, step = run(True)
+    same(found, expected)
+    assert step.replays >= 5, step.in_python
+
+
 def test_an_argument_that_is_carried(step_twins):
     def run(graphed):
         torch.manual_seed(0)
@@ -451,11 +505,3 @@ def test_an_argument_that_is_carried(step_twins):
     found, step = run(True)
     same(found, expected)
     assert step.replays >= 5 and "an argument shares memory with" in str([*step.in_python]), step.in_python
-
-
-def test_the_tensors_of_a_list_are_looked_at_once() -> None:
-    """Each replay asks. Of 1,000 tensors in one list, that took 8 ms while each was looked for in the list."""
-    carried = [(name, SimpleNamespace(ids=iter(ids))) for name, ids in (("losses", range(1000)), ("mean", [1000]))]
-    assert in_two_places(carried) is None
-    twice = SimpleNamespace(ids=[1, 2, 1])
-    assert in_two_places([("losses", twice)]) == "one tensor is in losses and in losses; clone it for one of them"

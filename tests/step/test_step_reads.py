@@ -50,7 +50,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import dropout
+from torch.nn.functional import cross_entropy, dropout
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
@@ -289,6 +289,27 @@ def test_a_partial_method(step_twins):
 
     step = changing(step_twins, lambda y: weighed.twice(y), change)
     assert step.captures == 2 and step.replays >= 4, explain(step)
+
+
+def test_a_step_with_bound_arguments(step_twins):
+    """Somebody may bind more of them later."""
+
+    def make(model):
+        def step(optimizer, x, y, scale=1.0):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y) * scale
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return partial(step, SGD(model.parameters(), lr=0.1))
+
+    def between(i, model, fn, batch):
+        if i in (4, 7):
+            fn.keywords["scale"] = i / 2
+
+    step = step_twins.train(make, 12, between)
+    assert step.captures == 3 and "len(step.keywords) changed from 0 to 1" in str(explain(step)), explain(step)
 
 
 def test_a_class_that_is_registered(step_twins):

@@ -50,6 +50,15 @@ def is_leaf_with_grad(tensor: torch.Tensor | None) -> bool:
     return tensor is not None and tensor.is_leaf and tensor.requires_grad
 
 
+def same_tensors(tensors: Sequence[Any]) -> dict[int, int]:
+    """Positions of those that are the same object as an earlier one, and its position."""
+    ids = [*map(id, tensors)]
+    if len({*ids}) == len(ids):
+        return {}
+    first: dict[int, int] = {}
+    return {i: at for i, each in enumerate(ids) if (at := first.setdefault(each, i)) != i}
+
+
 Layout = tuple[Any, ...]
 
 

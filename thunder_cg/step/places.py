@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import types
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,16 +131,14 @@ class Carried:
 
     Attributes:
         tensors: in it.
-        ids: the identities of those that it really has.
         fact: equal for values that can stand for each other.
     """
 
-    __slots__ = ("fact", "ids", "structure", "tensors")
+    __slots__ = ("fact", "structure", "tensors")
 
-    def __init__(self, leaves: list[Tensor], structure: Any) -> None:
-        self.structure, self.ids = structure, [*map(id, leaves)]
-        self.tensors = [leaf.detach() for leaf in leaves]
-        self.fact = Layout(structure, tuple(map(layout, self.tensors)))
+    def __init__(self, tensors: list[Tensor], structure: Any) -> None:
+        self.tensors, self.structure = tensors, structure
+        self.fact = Layout(structure, tuple(map(layout, tensors)))
 
     @classmethod
     def of(cls, value: Any, device_type: str) -> Carried | None:
@@ -162,14 +160,3 @@ class Carried:
     def with_tensors(self, tensors: list[Tensor]) -> Any:
         """The same with other tensors."""
         return tree_unflatten(tensors, self.structure)
-
-
-def in_two_places(values: Iterable[tuple[str, Carried]]) -> str | None:
-    """Which names have one tensor, in words: Python may ask whether it is one, and a graph would have two."""
-    names: dict[int, str] = {}
-    for name, value in values:
-        for each in value.ids:
-            if each in names:
-                return f"one tensor is in {names[each]} and in {name}; clone it for one of them"
-            names[each] = name
-    return None

@@ -154,8 +154,9 @@ def reads_of(fn: Callable[..., Any], modules: Iterable[nn.Module] = (), called: 
             for module in next_fn.modules():
                 if (forward := _forward_of(module)) is not None:
                     waiting.append((Called(forward, module), in_compiled or id(module) in below))
-        for name, value in _bound_by_partial(_compiled_from(next_fn) or next_fn):
-            found.setdefault((id(next_fn), name), Read(name, partial(value_of, value, ())))
+        if isinstance(bound := _compiled_from(next_fn) or next_fn, partial):
+            name = getattr(_function_of(bound)[0], "__name__", "partial")
+            found.setdefault((id(bound), "partial"), Read(name, partial(value_of, bound, ())))
         function, owner = next_fn if isinstance(next_fn, Called) else _function_of(next_fn)
         if function is None or (key := (function.__code__, *_outside_of(function, owner), in_compiled)) in seen:
             continue
@@ -229,16 +230,6 @@ def _forward_of(module: nn.Module) -> types.FunctionType | None:
     forward = inspect.unwrap(type(module).forward)
     is_users = isinstance(forward, types.FunctionType) and not is_installed(forward.__code__.co_filename)
     return forward if is_users else None
-
-
-def _bound_by_partial(value: Any) -> Iterator[tuple[str, Any]]:
-    """What ``functools.partial`` calls, and the arguments that it has bound, with their names."""
-    while isinstance(value, partial):
-        name = getattr(value.func, "__name__", "partial")
-        yield name, value.func
-        yield from ((f"{name}({i})", argument) for i, argument in enumerate(value.args))
-        yield from ((f"{name}({keyword}=)", argument) for keyword, argument in value.keywords.items())
-        value = value.func
 
 
 def is_data(value: Any) -> bool:

@@ -10,13 +10,14 @@ Note [Captures of one call]
 from __future__ import annotations
 
 import re
+import struct
 import sys
 from abc import get_cache_token
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import compress, islice
 from operator import is_
 from typing import Any
 
@@ -45,16 +46,25 @@ from thunder_cg.runtime.backend import Backend, Graph, Pool
 from thunder_cg.runtime.inputs import CopiedInput, place
 from thunder_cg.runtime.outputs import AliasedInput, Outputs
 from thunder_cg.runtime.recording import RecordingUse
-from thunder_cg.runtime.tensors import address_if_any, copy_all, is_plain, layout
+from thunder_cg.runtime.tensors import address_if_any, copy_all, is_plain, layout, same_tensors
 from thunder_cg.step.averages import known_to_be_positive
 from thunder_cg.step.calls import Calls, StepCollective
 from thunder_cg.step.facts import ATOMS
 from thunder_cg.step.fixes import change_between, fix_of_argument, fix_of_change, fix_of_moved
-from thunder_cg.step.gradients import LIKE, ExpectedGradients, GradientsBefore, GraphGradient, Overwritten, place_of
+from thunder_cg.step.gradients import (
+    ANY,
+    LIKE,
+    THERE,
+    ExpectedGradients,
+    GradientsBefore,
+    GraphGradient,
+    Overwritten,
+    place_of,
+)
 from thunder_cg.step.memory import nbytes
 from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, memory_of_tensors, moved, refuse_other_memory
 from thunder_cg.step.outside import states_outside
-from thunder_cg.step.places import Carried, in_two_places
+from thunder_cg.step.places import Carried
 from thunder_cg.step.reads import Read, is_constant, settings_in
 from thunder_cg.step.snapshot import Snapshot
 from thunder_cg.step.stack import clear_stack
@@ -64,8 +74,11 @@ _ATTEMPTS = 4  # of a capture, at most: see Note [Numbers that look like address
 _OWN_REFERENCES = 3  # to an event: of `Calls`, the loop's, the argument's
 _PLACE = re.compile(r"\[[01]\]\[(?:(\d+)|'(\w+)')\]")  # the beginning of a path to a leaf of args and kwargs
 _TENSOR = object()
+_nans: dict[Any, Any] = {}  # one for each type and bits, since no NaN is equal to another one
 _OTHERS = "something else than tensors without a history"
 _SHARES = "an argument shares memory with a tensor that the step reads from outside"
+_KEPT_SHARES = "a tensor that the step keeps shares memory with another one that it uses; have it keep a clone"
+_IS_GRADIENT = "the step returns or keeps the memory of a gradient, which others may write; clone it"
 
 
 @dataclass(frozen=True)
@@ -106,9 +119,7 @@ class Batch:
                 name = _name(leaf, leaves, structure)
                 raise CaptureRefused(f"{name} is a {type(leaf).__name__}; {fix_of_argument(leaf)}")
         constants = tuple(_TENSOR if isinstance(leaf, Tensor) else _constant(leaf) for leaf in leaves)
-        ids = [*map(id, tensors)]
-        same = {} if len({*ids}) == len(ids) else {i: at for i, each in enumerate(ids) if (at := ids.index(each)) != i}
-        return cls(tensors, same, constants, structure)
+        return cls(tensors, same_tensors(tensors), constants, structure)
 
     @property
     def layout(self) -> Any:
@@ -139,8 +150,9 @@ class Batch:
 
 
 def _constant(value: Any) -> tuple[Any, ...]:
-    """Equal for values that are the same: 0.0 and -0.0 are not."""
-    return type(value), value, repr(value) if isinstance(value, (float, complex)) else ""
+    """Equal for values that are the same: 0.0 and -0.0 are not, and two NaNs of the same bits are."""
+    bits = struct.pack("dd", value.real, value.imag) if isinstance(value, (float, complex)) else b""
+    return type(value), value if value == value else _nans.setdefault((type(value), bits), value), bits
 
 
 def changed_argument(before: Any, after: Any) -> tuple[str, Any, Any] | None:
@@ -241,9 +253,9 @@ class StepRecording(RecordingUse):
             carried: what `carried_in` has returned.
             left: gradients that earlier replays have left, of this recording or another one.
         """
-        if any(address_if_any(tensor) in self.memory for tensor in (*batch.tensors, *carried)):
-            return _SHARES
-        if carried and _storages(batch.tensors) & _storages(carried):
+        if any(address_if_any(tensor) in self.memory for tensor in carried):
+            return _KEPT_SHARES
+        if _storages(batch.tensors) & (self.memory | _storages(carried)):
             return _SHARES
         if self.overwritten.are_held() or (left is not self.left and self._may_reuse(left)):
             return "a gradient of an earlier step is still held, and a replay would overwrite it; clone it"
@@ -307,11 +319,15 @@ class _Body:
         self, fn: Callable[..., Any], batch: Batch, buffers: list[Tensor], state: StepState, calls: Calls
     ) -> None:
         self._fn, self._batch, self._buffers, self._state, self._calls = fn, batch, buffers, state, calls
-        self._aliases = [buffer.detach() for buffer in buffers[len(batch.tensors) :]]  # what is carried in
+        carried = buffers[len(batch.tensors) :]
+        aliases = {id(buffer): buffer.detach() for buffer in carried}
+        self._aliases = [aliases[id(buffer)] for buffer in carried]  # what is carried in
+        self._buffer_of = {id(alias): buffer for alias, buffer in zip(self._aliases, carried)}
         self.carried: list[tuple[Callable[[Any], object], Any, int]] = []  # what is carried out
         self.structure: Any = None
         self.addresses: Mapping[int, str] = {}
         self.outputs: Outputs | None = None
+        self.results: frozenset[int] = frozenset()  # where their memory is
 
     def run(self, backend: Backend, copier: Any) -> list[Any]:
         clear_stack()  # nothing but the step itself runs between this and its kernels
@@ -347,8 +363,17 @@ class _Body:
                 raise CaptureRefused(f"a result is a {type(leaf).__name__}; return tensors")
         self.structure = structure, len(leaves)
         self.addresses = {**self._captured_addresses(backend), **self._calls.communicated}
-        leaves += [*left, *self._take_appended(lists)]
-        return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        left += self._take_appended(lists)
+        if _storages(left) & _storages(each.grad for each in self._state.parameters):
+            raise CaptureRefused(_IS_GRADIENT)
+        self.results = _storages(leaves)
+        leaves += left
+        made = {id(leaf): self._to_leave(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+        return [made.get(id(leaf), leaf) for leaf in leaves]
+
+    def _to_leave(self, tensor: Tensor) -> Tensor:
+        """What a replay gives for a tensor: one object for each, since Python may ask whether two are one."""
+        return tensor.detach() if tensor.requires_grad else self._buffer_of.get(id(tensor), tensor)
 
     def _captured_addresses(self, backend: Backend) -> dict[int, str]:
         try:
@@ -371,7 +396,6 @@ class _Body:
         for (_, at, _, _, _), value in zip(found, given):
             at.put(value)
         yield left
-        puts: list[tuple[str, Carried]] = []
         for (label, at, before, then, tensors), value in zip(found, given):
             now, is_given = Carried.of(left_there := at.get(), self._state.device.type), left_there is value
             at.put(before)
@@ -381,9 +405,6 @@ class _Body:
                 raise CaptureRefused(f"the step leaves something else in {label} than a new tensor like the one before")
             self.carried.append((at.put, now.structure, len(now.tensors)))
             left += now.tensors
-            puts.append((label, now))
-        if (problem := in_two_places(puts)) is not None:
-            raise CaptureRefused(f"after the step, {problem}")
 
     def _take_appended(self, lists: Iterable[_Grown]) -> list[Tensor]:
         """What the step has appended to lists, which get back what they had. See Note [Lists that grow] in reads.py."""
@@ -425,7 +446,7 @@ class _Grown:
         if had and getattr(value, "maxlen", None) is not None:
             if (carried := Carried.of(had, device_type)) is None:
                 raise CaptureRefused(f"{read.label} ({read.line}) has {_OTHERS}; empty it before the step is captured")
-            has = carried.with_tensors(carried.tensors)
+            has = carried.with_tensors([each.detach() for each in carried.tensors])
             _put_in(value, has)
         return cls(read, value, had, has)
 
@@ -533,13 +554,13 @@ class StepCapture:
         pool = self.arena.pool(state.device)
         carried = state.carried_tensors()
         inputs = [*batch.tensors, *carried]
-        others = _storages([*state.memory, *(each for each in before.memory if each is not None)])
-        if _storages(inputs) & others or _storages(batch.tensors) & _storages(carried):
+        others = _storages([*state.memory, *before.memory])
+        if _storages(carried) & others:
+            raise CaptureLater(_KEPT_SHARES)
+        if _storages(batch.tensors) & (others | _storages(carried)):
             raise CaptureLater(_SHARES)
-        if (problem := in_two_places(zip((label for label, *_ in state.carried), state.carried_values()))) is not None:
-            raise CaptureLater(problem)
         memory = {at: tensor for at, tensor in memory_of_tensors(state.device).items() if at not in before.moved}
-        copied, buffers = place(pool, inputs, frozenset(), batch.same)
+        copied, buffers = place(pool, inputs, frozenset(), same_tensors(inputs))
         copy_all([each.target for each in copied], [each.source(inputs) for each in copied])
         versions = [version(tensor) for tensor in (*state.with_memory, *buffers)]
         places = state.places_of_tensors()
@@ -562,6 +583,9 @@ class StepCapture:
         refuse_other_memory(addresses, known, [*own, *self._held_elsewhere()], state.device, pool, memory)
         kernels = kernel_settings(Settings.ALL)
         tensors, expected = [parameter.grad for parameter in state.parameters], before.expected(addresses)
+        are_kept = [not (each is ANY or each is THERE) for each in expected]  # a later step does not drop them first
+        if body.results & _storages(compress(tensors, are_kept)):
+            raise CaptureRefused(_IS_GRADIENT)
         found = zip(tensors, state.parameters, expected)
         left = [GraphGradient.of(g, p) for g, p, before in found if g is not None and before is not LIKE]
         kept = {id(each) for each in expected if isinstance(each, Tensor)}
@@ -578,7 +602,7 @@ class StepCapture:
             without_gradient=[p for p, g in zip(state.parameters, tensors) if g is None],
             overwritten=Overwritten(each for each in left if id(each.tensor) not in kept),
             touched=touched,
-            memory=_storages([*state.memory, *(each for each in expected if isinstance(each, Tensor))]),
+            memory=_storages([*state.memory, *expected]),
             gradient_nbytes=nbytes(g for g in tensors if g is not None and _is_in(g, pool)),
             only_once=missing,
             carried=body.carried,
@@ -671,9 +695,9 @@ def _refuse_gradients(state: StepState) -> None:
             raise CaptureRefused(f"{problem}; make its module with sparse=False")
 
 
-def _storages(tensors: Iterable[Tensor]) -> frozenset[int]:
-    """Where they begin."""
-    return frozenset(map(address_if_any, map(local_tensor, tensors))) - {0}
+def _storages(tensors: Iterable[Any]) -> frozenset[int]:
+    """Where those of the tensors among the values begin."""
+    return frozenset(address_if_any(local_tensor(each)) for each in tensors if isinstance(each, Tensor)) - {0}
 
 
 def _is_in(tensor: Tensor, pool: Pool) -> bool:

@@ -36,13 +36,13 @@ from thunder_cg.compat.torch import (
     tensors_in,
 )
 from thunder_cg.errors import CaptureRefused
-from thunder_cg.runtime.tensors import has_history, layout
+from thunder_cg.runtime.tensors import has_history, layout, same_tensors
 from thunder_cg.step.attributes import Attributes, Names
 from thunder_cg.step.collector import CONTAINERS, Collector, is_simple
 from thunder_cg.step.facts import Facts, Same, is_equal, subject
 from thunder_cg.step.gradients import place_of
 from thunder_cg.step.outside import shared_generator
-from thunder_cg.step.places import Carried, Place, in_two_places, places_of
+from thunder_cg.step.places import Carried, Place, places_of
 from thunder_cg.step.reads import GROWING, MISSING, Called, Read, content_of_cell, is_compiled, links_of, reads_of
 from thunder_cg.step.snapshot import Snapshot
 
@@ -212,6 +212,7 @@ class StepState:
         self._metadata = tensor_guards(self.with_memory)
         self._addresses: list[int | None] = [tensor.data_ptr() for tensor in self.memory]
         self._indices = [*range(len(self.memory))]
+        self._same_carried = same_tensors(self.carried_tensors())
 
     def carried_if_unchanged(self) -> list[Tensor] | None:
         """The tensors that are carried now, if nothing has changed. See Note [Cheap checks of a state]."""
@@ -219,9 +220,8 @@ class StepState:
             return None
         values = self.carried_values()
         are_alike = [value.fact for value in values] == [fact for _, _, fact in self.carried]
-        if not are_alike or in_two_places((label, each) for (label, *_), each in zip(self.carried, values)):
-            return None
-        return [tensor for value in values for tensor in value.tensors]
+        tensors = [tensor for value in values for tensor in value.tensors]
+        return tensors if are_alike and same_tensors(tensors) == self._same_carried else None
 
     def holds(self) -> bool:
         """Whether nothing has changed, besides what is carried."""
