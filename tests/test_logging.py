@@ -153,7 +153,8 @@ def test_a_fallback_is_a_line_and_its_cause_one_warning(lines: Any) -> None:
             jmodel(x).sum().backward()
         forward, backward = [line for line in lines() if ": eager: " in line[1]]
         assert forward[0] == ("WARNING" if i == 0 else "INFO") and "saved-tensor hooks are active" in forward[1]
-        assert forward[1].endswith(f"; {skip_reasons.FIXES[skip_reasons.HOOKS]}")
+        assert "; at test_logging.py:" in forward[1]
+        assert forward[1].endswith(f", {skip_reasons.FIXES[skip_reasons.HOOKS]}")
         assert backward == (
             "INFO",
             f"Sequential, backward, call {i + 1}: eager: the forward of this backward ran eagerly",

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from dataclasses import replace
 from html import escape
 from typing import Any
 
@@ -308,3 +309,13 @@ def test_errors_of_this_package_say_themselves_what_to_try(where: str) -> None:
     assert to_try(f"{where}SharedMemoryError at model.py:3: two arguments overlap", is_of_dynamo=bool(where)) == ""
     assert to_try(f"{where}SharedMemoryError: two arguments overlap", is_of_dynamo=bool(where)) == ""
     assert to_try(f"{where}ValueError: a SharedMemoryError: overlaps", is_of_dynamo=bool(where)) != ""
+
+
+def test_functions_without_a_backward_are_said_once(transform, device) -> None:
+    net = thunder.jit(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)).to(device), transforms=[transform()])
+    for _ in range(2):
+        net(torch.ones(2, 2, device=device))
+    report = explain(net)
+    others = tuple(replace(trace, function="Other") for trace in report.traces)
+    said = [line for line in str(replace(report, traces=report.traces + others)).splitlines() if "No backward" in line]
+    assert len(said) == 1 and said[0].startswith("No backward ran of Sequential, compiled version 0, and 1 more: for ")
