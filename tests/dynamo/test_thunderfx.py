@@ -876,6 +876,7 @@ def test_the_report_has_the_users_names_and_promises_nothing_of_graphs_that_are_
     line = breaks.__code__.co_firstlineno + 1
     found = f"breaks (from test_thunderfx.py:{line} on) anew 1 time, as calls did not meet: `a value from before the"
     assert found in said and "stack" not in said and "resume" not in said
+    assert "To have fewer: change what ends the graph there, as said below." in said
     assert "it reads a number from before the graph break, and a graph would keep it" in said
 
 

@@ -276,6 +276,7 @@ dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
 function_mode_count: Callable[[], int] = torch._C._len_torch_function_stack
 is_traced: Callable[[], bool] = torch._C._is_tracing  # by ``torch.jit.trace``, on this thread
 any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
 functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active  # such as vmap or grad
 # The innermost saved-tensor hooks of this thread; None if there are none.
 saved_tensors_hooks: Callable[[], Any] = partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
@@ -434,6 +435,12 @@ def global_hooks() -> list[tuple[str, Mapping[Any, Any]]]:
         ("backwards of modules", {**modules._global_backward_hooks, **modules._global_backward_pre_hooks}),
         ("steps of optimizers", {**_global_optimizer_pre_hooks, **_global_optimizer_post_hooks}),
     ]
+
+
+def inside_autocast() -> bool:
+    """Whether this thread is inside of a torch.autocast, enabled or not, which keeps what one inside of it has cast."""
+    torch.autocast_increment_nesting()
+    return bool(torch.autocast_decrement_nesting())
 
 
 def autocast_dtype(device_type: str) -> str | None:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from thunder_cg.analysis.rules import FIXED_SIZE, KEEP_ON_DEVICE
+from thunder_cg.analysis.advice import BRANCH, for_read, for_size
 from thunder_cg.analysis.sources import SourceLine, called_from, users
 
-_BRANCH = "choose with torch.where, or branch outside of the compiled function"
-_ITEM = (
-    f"{KEEP_ON_DEVICE}; torch._dynamo.config.capture_scalar_outputs spares the graph break at most: the host still "
-    "reads the number, and what uses the number is in no CUDA graph"
-)
+ITEM = "Tensor.item() reads what a tensor holds into Python"
 _UNKNOWN = (
     "what this line calls, or a loop that it begins, has a graph break that Dynamo cannot go on from",
     'TORCH_LOGS="graph_breaks" in the environment has Dynamo say which',
@@ -141,7 +137,7 @@ def graph_breaks(label: str, graph: Any) -> Iterator[GraphBreak]:
     reason, stack = break_behind(ended) or (None, ended.user_stack)
     frames = users([SourceLine(frame.filename, frame.lineno or 0) for frame in stack])
     is_skipped = reason is not None and reason.startswith(_SKIPPED)
-    reason, fix = _understood(reason) if reason is not None else _UNKNOWN
+    reason, fix = _understood(reason, frames) if reason is not None else _UNKNOWN
     if is_skipped and any("/torch/distributed/" in frame.filename for frame in stack):
         reason, fix = _COLLECTIVE
     if frames and "torch._check_tensor_all" in (frames[-1].text or ""):
@@ -156,21 +152,22 @@ def whole_function_left(label: str, compiled: Any) -> Iterator[GraphBreak]:
     if (found := gave_up(compiled)) is not None:
         said, stack = found
         frames = users([SourceLine(frame.filename, frame.lineno or 0) for frame in stack])
-        reason, fix = _understood(said)
+        reason, fix = _understood(said, frames)
         where = "in a loop" if "graph break in loop" in said else "where Dynamo cannot go on"
-        reason = f"{reason}, {where}, so Dynamo compiles nothing of the function"
+        nothing = "so Dynamo compiles nothing of the function, and has not looked for more graph breaks after this one"
+        reason = f"{reason}, {where}, {nothing}"
         yield GraphBreak(f"the start of {label}", called_from(frames), frames[-1].text if frames else None, reason, fix)
 
 
-def _understood(said: str) -> tuple[str, str]:
-    """The reason and the fix in Dynamo's message, which has hints on lines of their own."""
+def _understood(said: str, frames: Sequence[SourceLine]) -> tuple[str, str]:
+    """The reason and the fix in Dynamo's message, which has hints on lines of their own; the last frame is where."""
     first, *rest = [line.strip() for line in said.strip().splitlines()] or [""]
     if any(each in first for each in ("jump", "Data-dependent branching", "Could not guard on data-dependent")):
-        return "a branch on what a tensor holds", _BRANCH
+        return "a branch on what a tensor holds", BRANCH
     if ".item()" in first:
-        return "Tensor.item() reads what a tensor holds into Python", _ITEM
+        return ITEM, for_read(*frames[-1:])
     if any(each in first for each in ("tolist()", "Data dependent operator")):
-        return first, _ITEM
+        return first, for_read(*frames[-1:])
     if "torch.autograd.grad" in first or "Tensor.backward()" in first:
         return "a gradient, which Thunder computes of a whole graph only", _GRADIENT
     if first.startswith("logging.Logger method"):
@@ -185,7 +182,8 @@ def _understood(said: str) -> tuple[str, str]:
         return first, _ASYNC
     if (sized := _SIZED.search(said)) is not None:  # traced, it would be left to Inductor
         reason = f"the size of what {sized[1]} returns depends on what tensors hold"
-        return reason, FIXED_SIZE if sized[1].startswith("aten.") else _OUTSIDE
+        text = f"{sized[1]} {frames[-1].text if frames else ''}".removeprefix("aten.nonzero ")  # as of x[mask]
+        return reason, for_size(text) if sized[1].startswith("aten.") else _OUTSIDE
     hints = [line.removeprefix("Hint: ") for line in rest if line.startswith("Hint: ")]
     return first, next((hint for hint in hints if not hint.startswith(_NO_HELP)), _OUTSIDE)
 

@@ -12,6 +12,7 @@ from typing import Any
 from thunder_cg.compat.distributed import ProcessGroup
 from thunder_cg.report import files, html, schema, terminal, text
 from thunder_cg.report.collectives import name_of
+from thunder_cg.report.dot import OfFunction
 from thunder_cg.report.memory import MemoryReport
 from thunder_cg.report.units import count
 from thunder_cg.step import GraphedStep
@@ -21,9 +22,9 @@ _VALUES = re.compile(r"(?<= changed) from .*? to .*?(?= \(see |, in the step|, i
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class StepReport:
+class StepReport(OfFunction):
     """What became of a step of :func:`thunder_cg.graphed_step`. `print` it, leave it as a notebook cell's last line,
-    `save` it to a file, or take `to_dict()`."""
+    `save` it to a file, or take `to_dict()`; `dump_dot` draws a graph, as long as the step exists."""
 
     function: str
     calls: int
@@ -66,6 +67,8 @@ class StepReport:
         replayed = f"{self.replays:,} of {count(self.calls, 'call')} replayed the whole step as one graph"
         raised = f"; {count(self.raised, 'replay')} raised an error" if self.raised else ""
         yield f"Step {self.function}: {replayed}; {count(self.captures, 'capture')}{raised}"
+        if self.is_complete():
+            yield "All calls after the first ones replay: there is nothing to change."
         if self.in_python:
             yield "In Python, with the graphs of the compiled modules in it:"
             yield from (f"  {number:,} x {reason}" for reason, number in self.in_python.items())
@@ -74,6 +77,11 @@ class StepReport:
             if has := [*has, *(self.collectives[number] if self.collectives else ())]:
                 yield f"Graph {number}: {'; '.join(has)}"
         yield from text.memory(self.memory, of_step=True)
+
+    def is_complete(self) -> bool:
+        """Whether no call ran in Python but the first ones of each layout of the batch. Other reasons have a fix."""
+        are_first = all(number <= self.captures and "; " not in why for why, number in self.in_python.items())
+        return self.replays > 0 and are_first and not self.raised
 
     def __str__(self) -> str:
         return terminal.fit("\n".join(self.lines()))

@@ -20,6 +20,7 @@ from thunder_cg.analysis.memory import MemoryEstimate, parameter_gradients
 from thunder_cg.analysis.ops import process_groups
 from thunder_cg.analysis.partition import PlannedTrace, Region
 from thunder_cg.analysis.rules import Reason
+from thunder_cg.analysis.sources import calling_line
 from thunder_cg.analysis.undefined import Routes
 from thunder_cg.compat.torch import backward_keeps_graph
 from thunder_cg.errors import CaptureError, RanksDiffer
@@ -118,6 +119,7 @@ class Program:
         self.routes: Routes = ()  # of a backward
         self.remark: str | None = None  # what the user should know besides
         self.fallbacks: Counter[str] = Counter()
+        self.fixes: dict[str, str] = {}  # what would change a reason of these, where known
         # After so many calls, the next replay is verified.
         self.verify_after = 0 if isinstance(self.options.verify, int) else sys.maxsize
         self._is_quarantined = False
@@ -553,6 +555,11 @@ class Program:
     def count_fallback(self, reason: str, fix: str) -> None:
         """Counts a call, or a region of it, that runs eagerly. The log warns once of each reason that has a fix."""
         self.fallbacks[reason] += 1
+        if reason in skip_reasons.FIXES:
+            if reason not in self.fixes:
+                line = calling_line()
+                self.fixes[reason] = f"at {line}, {fix}" if line is not None else fix
+            fix = self.fixes[reason]
         warns = bool(fix) and reason not in self._warned
         self._warned.add(reason)
         said = reason if not fix or reason.endswith(fix) else f"{reason}; {fix}"
