@@ -552,13 +552,7 @@ class StepCapture:
     def _record(self, before: GradientsBefore) -> StepRecording:
         state, batch = self.state, self.batch
         pool = self.arena.pool(state.device)
-        carried = state.carried_tensors()
-        inputs = [*batch.tensors, *carried]
-        others = _storages([*state.memory, *before.memory])
-        if _storages(carried) & others:
-            raise CaptureLater(_KEPT_SHARES)
-        if _storages(batch.tensors) & (others | _storages(carried)):
-            raise CaptureLater(_SHARES)
+        inputs = self._inputs(before)
         memory = {at: tensor for at, tensor in memory_of_tensors(state.device).items() if at not in before.moved}
         copied, buffers = place(pool, inputs, frozenset(), same_tensors(inputs))
         copy_all([each.target for each in copied], [each.source(inputs) for each in copied])
@@ -612,6 +606,16 @@ class StepCapture:
                 *settings_in(self.calls.of_torch, self.calls.getters),
             ],
         )
+
+    def _inputs(self, before: GradientsBefore) -> list[Tensor]:
+        """The tensors of the batch and those that are carried; `CaptureLater` if they share memory with others."""
+        batch, carried = self.batch.tensors, self.state.carried_tensors()
+        others = _storages([*self.state.memory, *before.memory])
+        if _storages(carried) & others:
+            raise CaptureLater(_KEPT_SHARES)
+        if _storages(batch) & (others | _storages(carried)):
+            raise CaptureLater(_SHARES)
+        return [*batch, *carried]
 
     def _touched(self, versions: Sequence[int], buffers: Sequence[Tensor]) -> list[Tensor]:
         """The tensors of the state that the step writes to; `CaptureRefused` if it writes to an argument.
