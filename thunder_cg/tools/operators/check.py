@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from thunder_cg.analysis.rules import RULES, Evidence, Key
 from thunder_cg.compat.thunder import torch_executor_has
 from thunder_cg.tools.operators.coverage import ONLY_ON_A_GPU
-from thunder_cg.tools.operators.measure import Counts, key_of
+from thunder_cg.tools.operators.measure import Counts, key_of, label
 from thunder_cg.tools.operators.results import OperatorResults
 
 SHOWN = frozenset({"fail", "wrong", "barred"})
@@ -74,7 +74,7 @@ def _claims(files: Sequence[OperatorResults], key: Key, on_gpu: bool) -> Iterabl
     executor, id_ = key
     if executor == "torch" and not torch_executor_has(str(id_)):
         return
-    symbol = f"{executor or 'prim'}.{id_}"
+    symbol = label(key)
     measured = bool(_ends(files, symbol))
     evidence = RULES[key].evidence
     claimed = evidence in (Evidence.MEASURED, Evidence.MEASURED_ON_GPU)
