@@ -317,6 +317,23 @@ def test_a_rank_that_is_elsewhere(store: HashStore, group: Group) -> None:
         collectives.next_round().ask("before", "subject")
 
 
+def test_a_rank_that_has_counted_less(store: HashStore, group: Group) -> None:
+    """It counts as another one does once it hears twice of the same difference, in calls and in those of a step."""
+    collectives = Collectives([group], asks=True, watch=watched)
+    for place in ((), (5,)):
+        calls = agreement._states[group]
+        calls.place, calls.calls = place, 0
+        for other in (3, 5, 6, 7):
+            number = ".".join(map(str, (*place, other)))
+            store.set(f"thunder_cg/1/{1 + len(place)}/before/1", f"{number} subject")
+            if other == 7:
+                collectives.next_round().ask("before", "subject")
+                continue
+            with pytest.raises(RanksDiffer, match=f"it is at call {number} that communicates in the group"):
+                collectives.next_round().ask("before", "subject")
+        assert calls.calls == 7
+
+
 def test_keys_are_few_and_a_new_group_has_others(store: HashStore, group: Group) -> None:
     collectives = Collectives([group], asks=True, watch=watched)
     for i in range(1, 20):

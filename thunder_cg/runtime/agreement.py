@@ -10,7 +10,10 @@ Note [Agreement of ranks]
     after a while, and asks again at a later call, for half as long after each time-out, down to a poll, and for longer
     once they have agreed. So one rank that differs costs little, and all can agree again whenever they do the same.
     A call that raises before it communicates gives its number to the next one, which meets those that wait for it. It
-    has communicated once PyTorch has issued something, or a graph with its collectives was launched.
+    has communicated once PyTorch has issued something, or a graph with its collectives was launched. A rank may also
+    make what others call by itself, as `Join` does for one without batches, and count less. So whoever hears twice in a
+    row that another rank is the same number of calls ahead counts on from there. If that rank was only early, it counts
+    less then, and hears of it likewise.
 
 Note [Meetings]
     A rank that needs a capture while the others replay would stay eager, and all would wait for it. So it asks for a
@@ -110,6 +113,7 @@ class _GroupState:
         self.place: _Number = ()  # the call that its calls are numbered within
         self.calls = 0  # that communicate in it
         self._before: _Issued | None = None  # the last of them
+        self.behind = 0  # how many more another rank had counted, when this one last heard of it
         self.is_captured = False  # whether they are in the capture of a step, and so are none
         self.generation: int | None = None  # see Note [Keys in the store]
         self.timeouts = 0  # since the ranks last agreed, and half of those before
@@ -138,6 +142,13 @@ class _GroupState:
                 issued and distributed.is_alive(group) and distributed.progress(group) == issued
                 for group, issued in before.items()
             )
+
+    def catch_up(self, number: _Number, other: _Number) -> None:
+        """Another rank has said ``other`` of its last call, and this one has asked with ``number``."""
+        if self.place == number[:-1] == other[:-1]:
+            behind, self.behind = self.behind, other[-1] - number[-1]
+            if behind == self.behind:
+                self.calls, self.behind = self.calls + behind, 0
 
     def meets(self) -> bool:
         """Whether the next call is one of a meeting. Calls in a step are none."""
@@ -238,6 +249,7 @@ class Round:
                 raise
         for group in self._numbers if not (self._has_agreed or all_could) else ():
             _states[group].timeouts //= 2  # the others are there again
+            _states[group].behind = 0
         self._has_agreed = True
         return all_could
 
@@ -372,6 +384,7 @@ def _vote(group: ProcessGroup, number: _Number, stage: str, rank: int, deadline:
         said = [put.split(" ", 1) for key in keys if (put := _get(store, key)) is not None]
         calls = {tuple(map(int, text.split("."))): vote for text, vote in said if vote != _NOTHING}
         if number not in calls and calls and (latest := max(calls)) > number:
+            _states[group].catch_up(number, latest)
             now = f"it is at call {_text(latest)} that communicates in the group, and this rank at {_text(number)}"
             return f"{_NO}{now}; call modules and steps on all ranks alike"
         return calls.get(number)
