@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from traceback import FrameSummary
 from types import CodeType
@@ -21,6 +21,7 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
 from torch._guards import CompileContext
+from torch.fx.experimental.symbolic_shapes import sym_or
 
 from thunder_cg.compat.distributed import default_group
 from thunder_cg.compat.dynamo_scope import scope_dynamo
@@ -123,22 +124,29 @@ def _with_names(said: str, parameters: Sequence[str]) -> str:
     return said
 
 
+Shapes = tuple[tuple[int | None, ...], ...]  # None for a size that may change
+
+
 class GraphInputs(NamedTuple):
     """What one of Dynamo's graphs is for.
 
     Attributes:
         code: a number of the Python code that it is of.
         symbols: how many sizes and numbers may change from call to call.
-        shapes: of its tensors, with None for a size that may change.
+        shapes: of its tensors.
+        left: those of earlier graphs of the code, which it leaves to them.
     """
 
     code: int
     symbols: int
-    shapes: tuple[tuple[int | None, ...], ...]
+    shapes: Shapes
+    left: frozenset[Shapes]
 
     def succeeds(self, earlier: GraphInputs) -> bool:
         """Whether a later graph is for all calls of an earlier one. A size that may change is neither 0 nor 1."""
         if self.code != earlier.code or self.symbols <= earlier.symbols or len(self.shapes) != len(earlier.shapes):
+            return False
+        if earlier.shapes in self.left:
             return False
         return all(
             len(mine) == len(its) and all(m == i or (m is None and i not in (0, 1)) for m, i in zip(mine, its))
@@ -146,15 +154,33 @@ class GraphInputs(NamedTuple):
         )
 
 
-def inputs_of(graph: torch.fx.Graph) -> GraphInputs:
-    """Those of a graph that Dynamo compiles now."""
+def inputs_of(graph: torch.fx.Graph, earlier: Iterable[GraphInputs]) -> GraphInputs:
+    """Those of a graph that Dynamo compiles now. Dynamo gets a guard that leaves the shapes of earlier graphs to them.
+
+    Dynamo asks its newest version first: a full batch after the first smaller one would be traced and captured again.
+    """
     compiling = CompileContext.current_compile_id()
     values = [(node.meta.get("example_value"), node) for node in graph.find_nodes(op="placeholder")]
     free = sum(isinstance(v, (torch.SymInt, torch.SymFloat)) or _is_float(node) for v, node in values)
-    tensors = (value for value, node in values if isinstance(value, torch.Tensor) and not _is_float(node))
+    tensors = [value for value, node in values if isinstance(value, torch.Tensor) and not _is_float(node)]
     shapes = tuple(tuple(size if isinstance(size, int) else None for size in each.shape) for each in tensors)
     code = compiling.frame_id if compiling is not None else None
-    return GraphInputs(-1 if code is None else code, free, shapes)
+    given = (getattr(node.meta.get("grapharg"), "example", None) for _, node in values)
+    if any(hasattr(each, "_dynamo_dynamic_range") for each in given):  # by `mark_dynamic`, which allows no such guard
+        earlier = ()
+    left = {each.shapes for each in earlier if each.code == code and _leave(tensors, each.shapes)}
+    return GraphInputs(-1 if code is None else code, free, shapes, frozenset(left))
+
+
+def _leave(tensors: Sequence[torch.Tensor], shapes: Shapes) -> bool:
+    """Leaves these shapes of tensors of a graph to another graph, if sizes that may change tell them apart."""
+    if [each.dim() for each in tensors] != [*map(len, shapes)]:
+        return False
+    sizes = zip((size for each in tensors for size in each.shape), (size for shape in shapes for size in shape))
+    differ: list[Any] = [now != other for now, other in sizes if other is not None]
+    symbolic = [each for each in differ if isinstance(each, torch.SymBool)]
+    is_told_apart = not any(each is True for each in differ) and any(each.node.hint for each in symbolic)
+    return is_told_apart and bool(sym_or(*symbolic))  # this is the guard
 
 
 def _is_float(node: torch.fx.Node) -> bool:
