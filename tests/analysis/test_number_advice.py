@@ -11,7 +11,7 @@ from thunder_cg.analysis.rules import FIXED_SIZE, KEEP_ON_DEVICE
 from thunder_cg.analysis.sources import SourceLine
 
 CHOOSE, SLICE = "choose with torch.where(condition, a, b)", "x[i + torch.arange(n)] is x[i : i + n]"
-TENSOR, AFTER = "operators take a 0-dim tensor in the place of a number", "return the 0-dim tensor, and log or keep"
+TENSOR, AFTER = "operators take a 0-dim tensor in the place of a number", "or write it into a buffer, and log or keep"
 SIZE, LOOP = "compute with the largest size", "loop as often as the longest case needs"
 UNBIND, READ_AFTER = "Tensor.unbind in the place of tolist()", "return the 0-dim tensor, and read it after the call"
 

@@ -22,7 +22,7 @@ SLICE = (
 _SIZED = "compute with the largest size, and mask the rest"
 _CHOSEN = "call each of them, and choose with torch.where"
 _LOOPED = "loop as often as the longest case needs, and keep what counts with torch.where"
-_LOGGED = "return the 0-dim tensor, and log or keep what it holds after the call"
+_LOGGED = "return the 0-dim tensor, or write it into a buffer, and log or keep what it holds after the call"
 _RETURNED = "return the 0-dim tensor, and read it after the call"
 
 _MASKED = (
