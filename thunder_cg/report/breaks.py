@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from thunder_cg.analysis.advice import BRANCH, for_read, for_size
+from thunder_cg.analysis.advice import for_branch, for_read, for_size
 from thunder_cg.analysis.sources import SourceLine, called_from, users
 
 ITEM = "Tensor.item() reads what a tensor holds into Python"
@@ -174,7 +174,7 @@ def _understood(said: str, frames: Sequence[SourceLine]) -> tuple[str, str]:
     """The reason and the fix in Dynamo's message, which has hints on lines of their own; the last frame is where."""
     first, *rest = [line.strip() for line in said.strip().splitlines()] or [""]
     if any(each in first for each in ("jump", "Data-dependent branching", "Could not guard on data-dependent")):
-        return "a branch on what a tensor holds", BRANCH
+        return "a branch on what a tensor holds", for_branch(*frames[-1:])
     if ".item()" in first:
         return ITEM, for_read(*frames[-1:])
     if any(each in first for each in ("tolist()", "Data dependent operator")):

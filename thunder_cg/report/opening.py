@@ -30,6 +30,7 @@ _SIGNS = {  # of conditions, and what to do to meet them more often
     BEFORE_BREAK: "change what ends the graph there, as said below",
     "a hook of": "have the hook write to a tensor in place",
     "size mismatch": PAD,
+    " is (not )?None$": f"make it before the first call; {IF_CACHE}",
     "dtype mismatch": "cast to one dtype before the call",
     r"^len\(kwargs\)": "pass the same keyword arguments in each call",
     r"^(len\(|not )": f"keep the length; {IF_CACHE}; if the call adds to it, add after the call",
