@@ -11,7 +11,7 @@ from thunder_cg.analysis.rules import FIXED_SIZE, KEEP_ON_DEVICE
 from thunder_cg.analysis.sources import SourceLine
 
 CHOOSE, SLICE = "choose with torch.where(condition, a, b)", "x[i + torch.arange(n)] is x[i : i + n]"
-TENSOR, AFTER = "operators take a 0-dim tensor in the place of a number", "return the 0-dim tensor, and log or keep"
+TENSOR, AFTER = "operators take a 0-dim tensor in the place of a number", "or write it into a buffer, and log or keep"
 SIZE, LOOP = "compute with the largest size", "loop as often as the longest case needs"
 UNBIND, READ_AFTER = "Tensor.unbind in the place of tolist()", "return the 0-dim tensor, and read it after the call"
 
@@ -20,7 +20,7 @@ UNBIND, READ_AFTER = "Tensor.unbind in the place of tolist()", "return the 0-dim
     ("lines", "expected"),
     [
         ("if x.norm().item() > 3: x = x / 2", CHOOSE),
-        ("while float(x.sum()) > 0:\n        pass", CHOOSE),
+        ("while float(x.sum()) > 0:\n        pass", LOOP),
         ("x = x if bool(x.any().item()) else y", CHOOSE),
         ("assert x.item() > 0", CHOOSE),
         ("x = [a for a in xs if a.item()]", CHOOSE),
@@ -33,6 +33,8 @@ UNBIND, READ_AFTER = "Tensor.unbind in the place of tolist()", "return the 0-dim
         ("x = x.mul(k.item())", TENSOR),
         ("x = x[k.item()]", TENSOR),
         ("x = (\n        x\n        * k.item()\n    )", TENSOR),
+        ("k = int(k.item()) % 2\n    x = self.layers[k](x)", "call each of them, and choose with torch.where"),
+        ("k = x.sum().item() * 2\n    x = x / k", TENSOR),
         ("x = self.layers[k.item()](x)", "call each of them, and choose with torch.where"),
         ("print('norm', x.norm().item())", AFTER),
         ("self.seen.append(float(x.mean()))", AFTER),
@@ -59,6 +61,12 @@ def test_advice_for_a_read(tmp_path: Path, lines: str, expected: str) -> None:
     number = number if number < 3 + len(lines.splitlines()) else 3
     said = advice.for_read(SourceLine(str(file), number))
     assert expected in said and len(said) < 180
+
+
+def test_advice_for_a_branch(tmp_path: Path) -> None:
+    file = tmp_path / "model.py"
+    file.write_text("while x > 0:\n    if x > 1: pass\n")
+    assert LOOP in advice.for_branch(SourceLine(str(file), 1)) and CHOOSE in advice.for_branch(SourceLine(str(file), 2))
 
 
 def test_advice_for_a_read_in_a_file_that_cannot_be_read(tmp_path: Path) -> None:

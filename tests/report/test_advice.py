@@ -497,6 +497,65 @@ def test_advice_for_a_graph_break_in_a_loop_of_which_dynamo_compiles_nothing():
     assert len(report.traces[0].regions) == 1 and not (report.breaks or report.outside or report.causes)
 
 
+class _BreaksTwice(torch.nn.Module):
+    """In a loop of what it calls, and in one of its own: Dynamo goes on after the first, and not after the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = torch.nn.Linear(4, 4)
+
+    def halved(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            if x.norm().item() > 1:
+                x = x / 2
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.halved(torch.tanh(self.a(x)))
+        for _ in range(2):
+            x = torch.tanh(self.a(x))
+            print("once")
+        return torch.tanh(x) * 2
+
+
+def test_all_that_dynamo_leaves_to_python_is_said():
+    torch._dynamo.reset()
+    compiled = thunderfx(_BreaksTwice(), backend="tape")
+    for _ in range(3):
+        compiled(torch.ones(2, 4))
+    first, second = _BreaksTwice.halved.__code__.co_firstlineno, _BreaksTwice.forward.__code__.co_firstlineno
+    parts = f"halved (test_advice.py:{first}), forward (from test_advice.py:{second + 1} on)"
+    said = str(explain(compiled))
+    assert f"\nNot in these numbers are {parts}, which Dynamo leaves to plain Python, as said below.\n" in said
+    assert (
+        f"\n  test_advice.py:{first + 2}: if x.norm().item() > 1:\n      graph break after _BreaksTwice, graph 0"
+        in said
+    )
+    assert f'\n  test_advice.py:{second + 4}: print("once")\n      graph break after the start of forward (from' in said
+    assert f"so Dynamo compiles nothing of forward (from test_advice.py:{second + 1} on), and has not looked" in said
+    assert "to change it: choose with torch.where" in said and "reorderable_logging_functions.add(print)" in said
+
+
+class _Attributes(dict):  # type: ignore[type-arg]
+    __getattr__ = dict.__getitem__
+    __setattr__ = dict.__setitem__
+
+
+def test_advice_for_a_dict_whose_items_are_attributes():
+    def keeps(x: torch.Tensor) -> torch.Tensor:
+        found = _Attributes()
+        found.x = torch.tanh(x) * 2
+        return torch.tanh(found.x) * 3
+
+    torch._dynamo.reset()
+    compiled = thunderfx(keeps, backend="tape")
+    compiled(torch.ones(3))
+    first, *_ = explain(compiled).breaks
+    assert first.reason == "Dynamo does not know how to trace method `__setattr__` of class `_Attributes`"
+    assert first.fix == "Avoid calling `_Attributes.__setattr__` in your code."
+    assert "Not in these numbers is keeps (from test_advice.py" in str(explain(compiled))
+
+
 def test_advice_of_a_module_that_does_not_compile_as_the_size_of_a_result_is_unknown():
     class Selects(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -202,12 +202,16 @@ def test_an_operator_for_which_thunder_has_no_gradient(backend, device) -> None:
             lambda x: x / x.int().sum().item(),
             "for a number that is read from a tensor, of which Thunder knows no value",
         ),
+        (
+            lambda x: torch.cat([x, torch.zeros(x.int().sum().item() + 1)]),
+            "for a number that is read from a tensor, of which Thunder knows no value",
+        ),
         (lambda x: x + x.nonzero().sum(), "for a result whose size depends on what a tensor holds"),
         (lambda x: x + torch.linspace(0, 1, 3), "for a function that Thunder does not know, use thunder_cg.thunderfx"),
         (lambda x: x + x.numpy().sum(), "for NumPy in what is compiled, call PyTorch's function of that name, or use"),
         (lambda x: x + x.nothing(), "call the function without Thunder: if that raises too, fix the function"),
     ],
-    ids=["float", "equal", "item", "nonzero", "linspace", "numpy", "unknown"],
+    ids=["float", "equal", "item", "size", "nonzero", "linspace", "numpy", "unknown"],
 )
 def test_what_to_try_goes_by_what_thunder_raised(fn, advice) -> None:
     said = str(plan(fn, torch.ones(3)))

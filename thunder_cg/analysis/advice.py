@@ -10,7 +10,7 @@ from functools import lru_cache
 from thunder_cg.analysis.rules import FIXED_SIZE, KEEP_ON_DEVICE
 from thunder_cg.analysis.sources import SourceLine
 
-BRANCH = "choose with torch.where(condition, a, b), which computes both, or branch outside of the compiled function"
+_BRANCH = "choose with torch.where(condition, a, b), which computes both, or branch outside of the compiled function"
 _NO_GRADIENT = "; in training under torch.no_grad(), as a number has no gradient"
 _COMPUTED = f"leave the read out: operators take a 0-dim tensor in the place of a number{_NO_GRADIENT}"
 _CLAMPED = f"torch.clamp(value, min=...) in the place of max(), with max= for min(), of a 0-dim tensor{_NO_GRADIENT}"
@@ -22,7 +22,7 @@ SLICE = (
 _SIZED = "compute with the largest size, and mask the rest"
 _CHOSEN = "call each of them, and choose with torch.where"
 _LOOPED = "loop as often as the longest case needs, and keep what counts with torch.where"
-_LOGGED = "return the 0-dim tensor, and log or keep what it holds after the call"
+_LOGGED = "return the 0-dim tensor, or write it into a buffer, and log or keep what it holds after the call"
 _RETURNED = "return the 0-dim tensor, and read it after the call"
 
 _MASKED = (
@@ -64,6 +64,11 @@ def for_read(line: SourceLine | None = None) -> str:
     return next(_uses(line), KEEP_ON_DEVICE) if line is not None else KEEP_ON_DEVICE
 
 
+def for_branch(line: SourceLine | None = None) -> str:
+    """What to do about a branch on what a tensor holds."""
+    return _LOOPED if line is not None and (line.text or "").startswith("while ") else _BRANCH
+
+
 def for_size(said: str) -> str:
     """What to do about a result of a size that is not known: ``said`` has the operator's name in it."""
     return next((fix for name, fix in _OF_SIZE.items() if name in said), _MASKED)
@@ -87,7 +92,7 @@ def _use(value: ast.expr, parents: _Parents, *, follows: bool = True) -> Iterato
     node: ast.AST = value
     while not isinstance(node, ast.stmt) and (parent := parents.get(node)) is not None:
         if node in (getattr(parent, "test", None), *getattr(parent, "ifs", ())):
-            yield BRANCH
+            yield _LOOPED if isinstance(parent, ast.While) else _BRANCH
         elif isinstance(parent, ast.Slice):
             yield SLICE
         elif isinstance(parent, ast.Return):
@@ -100,11 +105,11 @@ def _use(value: ast.expr, parents: _Parents, *, follows: bool = True) -> Iterato
             found = found or _COMPUTED
         elif isinstance(parent, (ast.Call, ast.keyword)):
             found = _of_argument(_called(parent), found)
-        elif isinstance(parent, (ast.Assign, ast.AnnAssign)) and not found:
+        elif isinstance(parent, (ast.Assign, ast.AnnAssign)):
             (target,) = parent.targets[:1] if isinstance(parent, ast.Assign) else [parent.target]
-            if isinstance(target, ast.Name):
-                yield from _uses_of(target, parents) if follows else ()
-            elif not isinstance(target, ast.Tuple):
+            if isinstance(target, ast.Name) and follows and found in ("", _COMPUTED):
+                yield from _uses_of(target, parents)
+            elif isinstance(target, (ast.Attribute, ast.Subscript)) and not found:
                 yield _LOGGED
         node = parent
     yield from [found] if found else []

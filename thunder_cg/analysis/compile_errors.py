@@ -65,7 +65,7 @@ _HINTS = (
         f"for a number that is read from a tensor and bounds a slice, {SLICE}",
     ),
     _Hint(
-        ("argument must be a string or a real number, not 'NoneType'", "Proxy name="),
+        (r"real number, not 'NoneType'", r"unsupported operand type\(s\) for .*'NoneType'", "Proxy name="),
         f"for a number that is read from a tensor, of which Thunder knows no value, {KEEP_ON_DEVICE}",
     ),
     _Hint(

@@ -30,6 +30,7 @@ _SIGNS = {  # of conditions, and what to do to meet them more often
     BEFORE_BREAK: "change what ends the graph there, as said below",
     "a hook of": "have the hook write to a tensor in place",
     "size mismatch": PAD,
+    " is (not )?None$": f"make it before the first call; {IF_CACHE}",
     "dtype mismatch": "cast to one dtype before the call",
     r"^len\(kwargs\)": "pass the same keyword arguments in each call",
     r"^(len\(|not )": f"keep the length; {IF_CACHE}; if the call adds to it, add after the call",
@@ -59,6 +60,7 @@ def _summary(report: Report) -> Iterator[str]:
     yield from without_backward(report)
     yield from graphs_of_one_call(report)
     yield from failures(report)
+    yield from left_to_python(report)
     yield from in_python(report)
     yield from compiled_anew(report)
     yield from lines.by_line(report)
@@ -84,6 +86,13 @@ def failures(report: Report) -> Iterator[str]:
         yield f"{said}: {report.compile_failure or 'it was interrupted'}."
         if report.compile_failure and (hint := to_try(report.compile_failure, is_of_dynamo=report.is_of_dynamo)):
             yield f"To try: {hint}."
+
+
+def left_to_python(report: Report) -> Iterator[str]:
+    """The parts of a function of which Dynamo compiles nothing, so that no trace has their operators."""
+    if names := [each.part for each in report.breaks if each.part]:
+        is_are = "is" if len(names) == 1 else "are"
+        yield f"Not in these numbers {is_are} {', '.join(names)}, which Dynamo leaves to plain Python, as said below."
 
 
 def in_python(report: Report) -> Iterator[str]:

@@ -26,9 +26,9 @@ from thunder_cg.report.breaks import (
     Recompilation,
     RecompileLimit,
     graph_breaks,
+    left_to_python,
     recompilations,
     recompile_limits,
-    whole_function_left,
 )
 from thunder_cg.report.units import count
 from thunder_cg.runtime.compilation import compile_failure, name_of
@@ -171,7 +171,7 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
         ran += [max(thunder.compile_stats(jitted).calls for jitted in compiled)] if compiled else []
         outside += outside_of(label, graph)
         breaks += graph_breaks(label, graph)
-    breaks += whole_function_left(_name(fn), fn)
+    breaks += left_to_python(_name(fn), fn, backend)
     made = counting.counts[0] if (counting := that_counts(fn)) is not None else 0
     without_graph = made - sum(ran)  # negative if a call has several graphs, or calls are not counted
     python_calls = max(0, without_graph) if len(ran) == len(backend.subgraph_infos) else 0
