@@ -14,6 +14,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from thunder_cg.compat import distributed
+from thunder_cg.compat.torch import storage_id, storage_use_count
 
 
 @pytest.fixture
@@ -144,9 +145,13 @@ def test_a_collective_in_a_dispatch_mode(group: dist.ProcessGroup) -> None:
 
     class Waits(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if distributed.communicates(func):
-                return distributed.run(func, args, kwargs or {})
-            return func(*args, **(kwargs or {}))
+            if not distributed.communicates(func):
+                return func(*args, **(kwargs or {}))
+            held = storage_use_count(storage_id(out))
+            for _ in range(200):
+                distributed.run(func, args, kwargs or {})
+                assert storage_use_count(storage_id(out)) == held  # gloo makes views, and drops them afterwards
+            return distributed.begun(func, args, kwargs or {})
 
     with Waits():
         dist.all_gather_into_tensor(out, tensor, async_op=True)

@@ -325,7 +325,7 @@ def counts_less() -> tuple[int, int, dict[str, int]]:
     model = parallel.model()
     step, found = graphed(step_of_own(model)), []
     with patch.object(agreement, "_TIMEOUT", 0.5):
-        for i in range(10):
+        for i in range(14):
             if i < 2 and parallel.RANK() == 0:
                 for parameter in model.parameters():
                     dist.all_reduce(torch.zeros_like(parameter))
@@ -337,7 +337,7 @@ def counts_less() -> tuple[int, int, dict[str, int]]:
 def test_a_rank_that_has_counted_less(ranks: Ranks) -> None:
     """As `Join` has it of one without batches. The ranks number alike once they have asked in vain twice."""
     first, second = ranks.run(counts_less)
-    assert first[:2] == (8, 3) and second[:2] == (10, 3), (first, second)
+    assert (first[0], second[0]) == (12, 14) and first[1] == second[1] > 2, (first, second)
 
 
 def in_groups_of_their_own() -> tuple[int, int, dict[str, int]]:

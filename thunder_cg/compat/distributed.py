@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -21,7 +22,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager, _get_process
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from thunder_cg.compat.torch import tensors_in, tree_map_only
+from thunder_cg.compat.torch import storage_id, storage_use_count, tensors_in, tree_map_only
 
 
 def capture_problem(group: ProcessGroup, device_type: str) -> tuple[str, str] | None:
@@ -319,11 +320,20 @@ def begun(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls an operator that communicates, in a dispatch mode, and waits for it."""
+    """Calls an operator that communicates, in a dispatch mode, and waits for it. Returns its tensors."""
+    storages = [storage_id(tensor) for tensor in tensors_in((args, kwargs))]
+    before = [*map(storage_use_count, storages)]
     output = operator(*args, **kwargs)
     if operator.namespace != "c10d":
-        return tree_map_only(torch.Tensor, wait_tensor, output)
-    Work.unbox(output[-1] if isinstance(output, tuple) else output).wait()
+        output = tree_map_only(torch.Tensor, wait_tensor, output)
+    else:
+        *tensors, work = output if isinstance(output, tuple) else (output,)
+        Work.unbox(work).wait()
+        output = tensors
+        del work
+    deadline = time.monotonic() + 1.0  # gloo's thread, which may have made views, lets go of them after that
+    while any(storage_use_count(each) > then for each, then in zip(storages, before)) and time.monotonic() < deadline:
+        time.sleep(0)
     return output
 
 
