@@ -593,9 +593,7 @@ class StepCapture:
         refuse_other_memory(addresses, known, [*own, *self._held_elsewhere()], state.device, pool, memory)
         kernels = kernel_settings(Settings.ALL)
         tensors, expected = [parameter.grad for parameter in state.parameters], before.expected(addresses)
-        are_kept = [not (each is ANY or each is THERE) for each in expected]  # a later step does not drop them first
-        if body.results & _storages(compress(tensors, are_kept)):
-            raise CaptureRefused(_IS_GRADIENT)
+        _refuse_results(body.results, tensors, expected)
         found = zip(tensors, state.parameters, expected)
         left = [GraphGradient.of(g, p) for g, p, before in found if g is not None and before is not LIKE]
         kept = {id(each) for each in expected if isinstance(each, Tensor)}
@@ -704,6 +702,13 @@ def _refuse_gradients(state: StepState) -> None:
         if gradient is not None and not has_storage(gradient):
             problem = f"a gradient is a tensor with the layout {gradient.layout}, which has no address"
             raise CaptureRefused(f"{problem}; make its module with sparse=False")
+
+
+def _refuse_results(results: frozenset[int], gradients: Sequence[Tensor | None], expected: Sequence[Any]) -> None:
+    """`CaptureRefused` if a gradient is among the results, and a later step does not drop it before it adds to it."""
+    are_kept = [not (each is ANY or each is THERE) for each in expected]
+    if results & _storages(compress(gradients, are_kept)):
+        raise CaptureRefused(_IS_GRADIENT)
 
 
 def _shared(arguments: Iterable[Tensor], carried: Sequence[Tensor], memory: frozenset[int]) -> str | None:
