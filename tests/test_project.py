@@ -33,7 +33,7 @@ LAYERS = (
     ("runtime", "verify", "kernels", "communication"),
     ("step",),
     ("report", "fastpath", "executor"),
-    ("emit", "transform", "memory"),
+    ("emit", "compile_log", "transform", "memory"),
     ("diagnose",),
     ("dynamo",),
     ("__init__",),

@@ -77,7 +77,7 @@ def test_strict_ops_raises_for_an_eager_op_when_thunder_compiles(transform, devi
             CaptureError, match=r"Tensor.item at test_strict.py:\d+: runs eagerly, which makes 3 of 3"
         ) as error:
             jitted(x)
-        assert "keep the value on the device as a 0-dim tensor" in str(error.value) and 'strict="ops"' in str(
+        assert "leave the read out: operators take a 0-dim tensor" in str(error.value) and 'strict="ops"' in str(
             error.value
         )
     whole = thunder.jit(work, transforms=[transform(strict="ops")])

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import gc
-import logging
 import threading
 import time
-import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
@@ -19,16 +17,15 @@ from typing import Any, Literal
 import torch
 
 from thunder_cg.analysis.aliasing import Aliasing
-from thunder_cg.analysis.causes import is_root, refuse_eager_ops
-from thunder_cg.analysis.classify import Pattern, UserRules, classify, is_known, shown, split_operators, unmatched
+from thunder_cg.analysis.causes import refuse_eager_ops
+from thunder_cg.analysis.classify import UserRules, classify, shown
 from thunder_cg.analysis.collectives import coalesced, of_parallelism, schedule_collectives
 from thunder_cg.analysis.gradients import WrongGradient, lost_or_unsummed, overwritten, put_off, returned
 from thunder_cg.analysis.lost import constant, lost, uncalled, unrepeated
 from thunder_cg.analysis.ops import Ops, names_in, process_groups, read
 from thunder_cg.analysis.partition import PlannedTrace, Region, partition
 from thunder_cg.analysis.region_io import RegionIO, region_io
-from thunder_cg.analysis.rules import Reason
-from thunder_cg.analysis.sources import Stacks, users_level
+from thunder_cg.analysis.sources import Stacks
 from thunder_cg.analysis.undefined import Routes, needed_for, results_reached, routes_of
 from thunder_cg.communication import install as trace_collectives
 from thunder_cg.compat import thunder as compat
@@ -48,8 +45,9 @@ from thunder_cg.compat.lines import keep_lines
 from thunder_cg.compat.thunder import TraceCtx
 from thunder_cg.compat.torch import autocast_dtype
 from thunder_cg.compat.torch_compile import stacks_of_generated_code
+from thunder_cg.compile_log import NamedOperators, log_compiled, warn_of_losses, warn_of_wrong_gradients
 from thunder_cg.emit import Emitter, returned_and_saved, taken_names
-from thunder_cg.errors import TransformConflictError, WrongGradientWarning
+from thunder_cg.errors import TransformConflictError
 from thunder_cg.fastpath.dispatch import install
 from thunder_cg.fastpath.prologue import PrologueChecks, with_one_check
 from thunder_cg.fastpath.sharing import told_apart
@@ -63,13 +61,6 @@ from thunder_cg.runtime.functions import hash_function, region_function
 from thunder_cg.runtime.program import Program, SharedState, program_of
 from thunder_cg.runtime.region import RuntimeRegion
 from thunder_cg.verify import ReplayVerifier
-
-_logger = logging.getLogger(__name__)
-
-# The log does not warn of operators that are eager for these reasons.
-_FINE = {Reason.BOOKKEEPING, Reason.USER_DENY, Reason.TOO_SMALL}
-_MOST_PLACES = 3  # of one operator, in a warning
-_NO_FIXES = ("none needed", "nothing to gain")
 
 
 class PartitionProvenance(compat.TraceProvenance):
@@ -120,7 +111,7 @@ class CudagraphTransform(compat.Transform):
         self._shared = SharedState(options, self._backend, arenas)
         self._numbers = count(1)  # of regions
         self._compiling = _Compiling()
-        self._checked: set[Pattern] = set()  # names in allow= and deny= that ops have, or that a warning was about
+        self._named = NamedOperators(self._shared)
 
     def __deepcopy__(self, memo: Any) -> CudagraphTransform:
         """Itself: its bounds hold for all that it compiles. Lightning copies the backend of ``torch.compile``."""
@@ -146,27 +137,14 @@ class CudagraphTransform(compat.Transform):
         Raises:
             TransformConflictError: another transform captures CUDA graphs, too.
         """
-        data = compat.get_compile_data()
-        transforms = data.transforms
+        transforms = compat.get_compile_data().transforms
         _refuse_a_second_graph_transform(transforms)
         prologue_trace = told_apart(prologue_trace, computation_trace)
         gc.collect(1)  # Thunder's tracer has just left reference cycles that hold the module; they are young
-        unpacks = (compat.PrimIDs.UNPACK_PARAMETER, compat.PrimIDs.UNPACK_BUFFER)
-        symbols = [s for s in prologue_trace.bound_symbols if s.sym.id in unpacks]
-        self._compiling.static = frozenset(p.name for s in symbols for p in s.flat_proxy_outs)
-        checks = PrologueChecks(prologue_trace)
-        parameters = {p.name: str(s.args[1]) for s in symbols for p in s.flat_proxy_outs}
-        self._compiling.names = {**checks.users_names(data.fn), **parameters}
-        self._compiling.compilation = self._compilation(checks)
-        self._compiling.stacks = stacks_of_generated_code(data.fn)
-        self._compiling.forward = None
-        names_operators = self.options.allow or self.options.deny
-        self._compiling.before = self._read(computation_trace) if names_operators else None
-        wrong = self._wrong_gradients(computation_trace)
-        self._compiling.wrong_gradients = tuple(each for each in wrong if not each.may_leave_no_backward)
-        if torch.is_grad_enabled():
-            self._warn_of_wrong_gradients(each for each in wrong if each.may_leave_no_backward)
-        self._warn_of_what_is_lost(computation_trace, epilogue_trace)
+        self._begin(prologue_trace, computation_trace)
+        self._find_wrong_gradients(computation_trace)
+        losses = self._losses(computation_trace, epilogue_trace)
+        warn_of_losses(self._compiling.compilation, losses, self._shared.warned)
         end_autocast(computation_trace)
         if not any(map(_changes_prologues, transforms[transforms.index(self) + 1 :])):
             prologue_trace = with_one_check(prologue_trace, self._compiling.static)
@@ -185,17 +163,28 @@ class CudagraphTransform(compat.Transform):
         taken = taken_names(computation_trace)
         compilation = forward.compilation if forward is not None else self._joined()
         program = self._program(planned, continued, taken, compilation)
-        if program.kind == "backward" and not any(op.communicates for op in program.ops.ops):
-            several = any(route and len(route) < self._compiling.results for route in self._compiling.routes)
-            program.routes = self._compiling.routes if several else ()
         trace = Emitter(computation_trace, planned, program, continued, taken).emit()
         if compat.TraceTag.BACKWARD not in computation_trace.tags:
             self._compiling.forward = (computation_trace.names, weakref.ref(program))
         took = int((time.perf_counter() - start) * 1000)
-        self._log_compiled(program, took)
+        log_compiled(program, took, self._shared.warned)
         trace.set_provenance(PartitionProvenance(f"CUDA graph partition (took {took} milliseconds)", program))
         compilation.finish(time.perf_counter() - compilation_began())
         return trace
+
+    def _begin(self, prologue_trace: TraceCtx, computation_trace: TraceCtx) -> None:
+        """Notes what the later hooks of a compilation need."""
+        data, its = compat.get_compile_data(), self._compiling
+        unpacks = (compat.PrimIDs.UNPACK_PARAMETER, compat.PrimIDs.UNPACK_BUFFER)
+        symbols = [s for s in prologue_trace.bound_symbols if s.sym.id in unpacks]
+        its.static = frozenset(p.name for s in symbols for p in s.flat_proxy_outs)
+        checks = PrologueChecks(prologue_trace)
+        parameters = {p.name: str(s.args[1]) for s in symbols for p in s.flat_proxy_outs}
+        its.names = {**checks.users_names(data.fn), **parameters}
+        its.compilation = self._compilation(checks)
+        its.stacks = stacks_of_generated_code(data.fn)
+        its.forward = None
+        its.before = self._read(computation_trace) if self.options.allow or self.options.deny else None
 
     def _follow_gradients(self, trace: TraceCtx) -> TraceCtx:
         """Of a forward, notes which results the gradient of each argument comes from; drops those that come from none.
@@ -230,15 +219,7 @@ class CudagraphTransform(compat.Transform):
         # A recording with updated scalars is verified, and an eager run beside a replay would communicate twice.
         communicates = any(op.communicates for op in ops.ops)
         updates = self._backend.supports_scalar_updates and not communicates
-        if compat.TraceTag.BACKWARD in trace.tags:
-            known = {each.line for each in self._compiling.wrong_gradients}
-            late = [each for each in put_off(ops, aliasing, self._compiling.seen) if each.line not in known]
-            self._warn_of_wrong_gradients([*self._compiling.wrong_gradients, *late])
-        elif compat.TraceTag.AUGMENTED_FORWARD in trace.tags:
-            saved = names_in(trace.bound_symbols[-1].args[1:])
-            self._compiling.wrong_gradients += overwritten(ops, aliasing, saved)
-            seen = aliasing.sets_of([*ops.args, *names_in(trace.bound_symbols[-1].args[:1])])
-            self._compiling.seen = frozenset(name for name, of in aliasing.sets.items() if of in seen)
+        self._check_gradients(trace, ops, aliasing)
         verdicts = classify(
             ops,
             aliasing,
@@ -247,52 +228,52 @@ class CudagraphTransform(compat.Transform):
             supports_scalar_updates=updates,
             captures_collectives=self.options.capture_collectives != "never",
         )
-        self._warn_of_unmatched_names(ops, compat.get_compile_data().executors_list)
+        self._named.warn_of_unmatched(self._compiling.before, ops, compat.get_compile_data().executors_list)
+        self._compiling.before = None  # this was the forward
         plan = partition(ops, verdicts, aliasing)
         if self.options.strict == "ops":
             refuse_eager_ops(ops, plan, aliasing)
         kind = "backward" if compat.TraceTag.BACKWARD in trace.tags else "forward"
         return PlannedTrace(kind, ops, aliasing, plan, *returned_and_saved(trace))
 
-    def _wrong_gradients(self, trace: TraceCtx) -> tuple[WrongGradient, ...]:
-        """Those that can be told from a trace before Thunder differentiates it, if it is to be."""
-        self._compiling.reached, self._compiling.results = {}, 0
+    def _check_gradients(self, trace: TraceCtx, ops: Ops, aliasing: Aliasing) -> None:
+        """Warns at the backward of all wrong gradients, those that only its forward tells included."""
+        its = self._compiling
+        if compat.TraceTag.BACKWARD in trace.tags:
+            known = {each.line for each in its.wrong_gradients}
+            late = [each for each in put_off(ops, aliasing, its.seen) if each.line not in known]
+            warn_of_wrong_gradients(its.compilation, [*its.wrong_gradients, *late])
+        elif compat.TraceTag.AUGMENTED_FORWARD in trace.tags:
+            saved = names_in(trace.bound_symbols[-1].args[1:])
+            its.wrong_gradients += overwritten(ops, aliasing, saved)
+            seen = aliasing.sets_of([*ops.args, *names_in(trace.bound_symbols[-1].args[:1])])
+            its.seen = frozenset(name for name, of in aliasing.sets.items() if of in seen)
+
+    def _find_wrong_gradients(self, trace: TraceCtx) -> None:
+        """Of a trace that Thunder is to differentiate. Warns of those for which there may be no backward trace."""
+        its = self._compiling
+        its.reached, its.results, its.wrong_gradients = {}, 0, ()
         arguments, _ = compat.tree_flatten_with_dataclass((trace.args or (), trace.kwargs or {}))
         unpacked = (proxy for symbol in trace.bound_symbols for proxy in symbol.flat_proxy_outs)
         if not any(map(compat.requires_grad, (*arguments, *unpacked))):
-            return ()
+            return
         ops = self._read(trace)
         aliasing = Aliasing.of(ops)
         if has_pytorchs_numbers(compat.get_compile_data()):
-            results = len(returned(ops.ops[-1]))
-            self._compiling.reached, self._compiling.results = results_reached(ops, aliasing), results
-        return lost_or_unsummed(ops, aliasing)
+            its.reached, its.results = results_reached(ops, aliasing), len(returned(ops.ops[-1]))
+        wrong = lost_or_unsummed(ops, aliasing)
+        its.wrong_gradients = tuple(each for each in wrong if not each.may_leave_no_backward)
+        if torch.is_grad_enabled():
+            warn_of_wrong_gradients(its.compilation, [each for each in wrong if each.may_leave_no_backward])
 
-    def _warn_of_wrong_gradients(self, found: Iterable[WrongGradient]) -> None:
-        is_of_dynamo = isinstance(compat.get_compile_data().fn, torch.fx.GraphModule)
-        for each in found:
-            named = str(each.in_thunderfx() if is_of_dynamo else each)
-            self._compiling.compilation.differs.append(named)
-            said = f"Thunder computes another gradient, writes too late or raises, with and without graphs: {named}"
-            warnings.warn(said, WrongGradientWarning, stacklevel=users_level())
-
-    def _warn_of_what_is_lost(self, trace: TraceCtx, epilogue: TraceCtx | None) -> None:
-        """Says once of each thing that Python does and Thunder loses."""
-        compilation, stacks = self._compiling.compilation, self._compiling.stacks or {}
-        found = (
-            *lost(trace, self._read),
-            *unrepeated(lost_assignments(epilogue), lost_changes(), lost_calls(), stacks),
-            *constant(constant_results(epilogue)),
-            *uncalled(hooks_on_gradients(compat.get_compile_data().fn) if torch.is_grad_enabled() else ()),
-        )
-        for said in dict.fromkeys(found):
-            compilation.differs.append(said)
-            self._warn(compilation.name, said)
-
-    def _warn(self, label: str, said: str) -> None:
-        if said not in self._shared.warned:
-            self._shared.warned.add(said)
-            _logger.warning("%s: %s", label, said)
+    def _losses(self, trace: TraceCtx, epilogue: TraceCtx | None) -> Iterator[str]:
+        """What Python does and Thunder loses, in words."""
+        yield from lost(trace, self._read)
+        stacks = self._compiling.stacks or {}
+        yield from unrepeated(lost_assignments(epilogue), lost_changes(), lost_calls(), stacks)
+        yield from constant(constant_results(epilogue))
+        if torch.is_grad_enabled():
+            yield from uncalled(hooks_on_gradients(compat.get_compile_data().fn))
 
     def _compilation(self, checks: PrologueChecks) -> Compilation:
         """What the compilation on this thread is for."""
@@ -327,7 +308,12 @@ class CudagraphTransform(compat.Transform):
         verifier = ReplayVerifier(trace.ops, self._backend, trace.aliasing)
         planned = [step for step in trace.plan.steps if isinstance(step, Region)]
         regions = [self._region(region, io, trace, verifier, taken) for region, io in zip(planned, region_io(trace))]
-        return Program(trace, regions, forward, self._shared, verifier, compilation, self._same_options(trace.ops))
+        same_options = self._same_options(trace.ops)
+        program = Program(trace, regions, forward, self._shared, verifier, compilation, same_options)
+        if program.kind == "backward" and not any(op.communicates for op in trace.ops.ops):
+            several = any(route and len(route) < self._compiling.results for route in self._compiling.routes)
+            program.routes = self._compiling.routes if several else ()
+        return program
 
     def _same_options(self, ops: Ops) -> SameOptions | None:
         """Whether ranks have compiled a trace with the same options; None if the order of its collectives is fixed."""
@@ -340,28 +326,6 @@ class CudagraphTransform(compat.Transform):
         counted |= {"executors": str([each.name for each in executors])}
         counted |= {"capture_collectives": repr(options.capture_collectives)}
         return SameOptions(groups, data, counted, waits=options.capture_collectives != "never")
-
-    def _log_compiled(self, program: Program, took: int) -> None:
-        """Says what was compiled, and warns once of each cause of an eager operator that has a fix."""
-        verdicts = [v for op, v in zip(program.ops.ops, program.plan.verdicts) if not op.bookkeeping]
-        captured = sum(verdict.capture for verdict in verdicts)
-        regions = f"{len(program.regions)} region{'s' * (len(program.regions) != 1)}"
-        said = f"{regions} with {captured} of {len(verdicts)} ops, planned in {took} ms"
-        _logger.info("%s: compiled: %s", program.label, said)
-        fine = _FINE | ({Reason.COLLECTIVE} if self.options.capture_collectives == "never" else set())
-        places: dict[tuple[str, str], list[str]] = {}  # that no warning was about, by operator and why
-        for op, verdict in zip(program.ops.ops, program.plan.verdicts):
-            if verdict.capture or verdict.reason in fine or not verdict.fix or verdict.fix.startswith(_NO_FIXES):
-                continue
-            if not is_root(program.ops, program.plan, op):
-                continue
-            why, place = f"{verdict.detail}; {verdict.fix}", program.ops.place(op)
-            if (about := f"{op.name} {place}: {why}") not in self._shared.warned:
-                self._shared.warned.add(about)
-                places.setdefault((op.name, why), []).append(place)
-        for (name, why), found in places.items():
-            more = f" and {len(found) - _MOST_PLACES:,} more" if len(found) > _MOST_PLACES else ""
-            _logger.warning("%s: %s %s%s is eager: %s", program.label, name, ", ".join(found[:_MOST_PLACES]), more, why)
 
     def _region(
         self, planned: Region, io: RegionIO, trace: PlannedTrace, verifier: ReplayVerifier, taken: set[str]
@@ -382,28 +346,6 @@ class CudagraphTransform(compat.Transform):
             hash_values = partial(verifier.hash_values, torch.device(planned.device))
             hashes = hash_function(name, mine, inputs, trace.aliasing, self._backend, hash_values)
         return RuntimeRegion(name, planned, mine, io, function(), profiled, hashes)
-
-    def _warn_of_unmatched_names(self, ops: Ops, executors: Sequence[Any]) -> None:
-        """Says once of each name in ``allow=`` and ``deny=`` that no operator has, or one that Thunder has split."""
-        given = {option: getattr(self.options, option) - self._checked for option in ("allow", "deny")}
-        named = given["allow"] | given["deny"]
-        if self._compiling.before is not None:
-            self._shared.split.update(split_operators(named, self._compiling.before, ops))
-            self._compiling.before = None  # this was the forward
-        registered = {str(id_) for executor in executors for id_ in getattr(executor, "opmap", ())}
-        missing = unmatched(given, [ops], self._shared.split)
-        # A name of an operator that another trace may have is no mistake.
-        wrong = [
-            each
-            for each in missing
-            if each[1] in self._shared.split
-            or (isinstance(each[1], str) and not is_known(each[1]) and each[1].rsplit(".", 1)[-1] not in registered)
-        ]
-        self._checked |= named - {name for _, name, _ in missing} | {name for _, name, _ in wrong}
-        for option, name, instead in wrong:
-            hint = f"; {instead}" if instead else ""
-            said = f"{option}= names {shown(name)}, and the trace has no such operator{hint}"
-            warnings.warn(said, UserWarning, stacklevel=users_level())
 
     def _forward_of(self, trace: TraceCtx) -> Program | None:
         """The program of the forward trace that this backward trace belongs to: they share one set of names."""

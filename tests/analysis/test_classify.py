@@ -126,7 +126,7 @@ def test_a_storage_that_is_read_past_a_view_stays_outside_of_graphs(trace):
 def test_an_unknown_operator_says_what_to_allow(trace):
     v = verdict(trace().mine("a", "b"))
     assert (v.capture, v.reason) == (False, Reason.UNKNOWN)
-    assert "cudagraph_transform(allow=['my_ex.my_op'])" in v.fix
+    assert "pass allow=['my_ex.my_op'] to cudagraph_transform" in v.fix
     assert verdict(trace().mine("a", "b"), allow=("my_ex.my_op",)).reason is Reason.USER_ALLOW
 
 

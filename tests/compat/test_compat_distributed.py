@@ -77,6 +77,26 @@ def test_what_a_capture_is_told_of_collectives(group: dist.ProcessGroup) -> None
     assert distributed.default_group() is not None and distributed.default_group()() is group
 
 
+def test_captures_of_two_threads_are_told_of_collectives(group: dist.ProcessGroup) -> None:
+    """The one that begins first may end first."""
+    seen: list[list[bool]] = [[], []]
+    method = dist.ProcessGroup.allreduce
+
+    def told(i: int) -> Any:
+        begins = lambda method, frame, args: seen[i].append(distributed.is_torchs_own(frame))  # noqa: E731
+        return distributed.told_of_collectives(begins, lambda *work: None, lambda *work: None)
+
+    first, second = told(0), told(1)
+    first.__enter__()
+    second.__enter__()
+    dist.all_reduce(torch.ones(2))
+    first.__exit__(None, None, None)
+    dist.all_reduce(torch.ones(2))
+    second.__exit__(None, None, None)
+    dist.all_reduce(torch.ones(2))
+    assert seen == [[True], [True, True]] and dist.ProcessGroup.allreduce is method
+
+
 def test_time_out_of_a_group_without_gpus(group: dist.ProcessGroup) -> None:
     assert distributed.timeout(group) == 1800
 

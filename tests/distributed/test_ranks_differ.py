@@ -7,7 +7,7 @@ import io
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -16,9 +16,11 @@ import thunder
 import torch
 from ranks import Ranks
 from thunder.distributed import ddp
+from thunder.distributed.transforms.ddp_v2 import DDPTransform
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from thunder_cg.errors import CaptureError
+from thunder_cg.runtime.recording import RegionGraph
 
 STEPS = 9
 LAST = 3  # every so many steps, a batch may be smaller
@@ -188,7 +190,7 @@ class Raises(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "mm" in str(func):
-            raise torch.OutOfMemoryError("none is left")
+            _raise()
         return func(*args, **(kwargs or {}))
 
 
@@ -203,15 +205,19 @@ def raises_before_it_communicates() -> tuple[int, list[int]]:
         for step in range(STEPS):
             compiled.zero_grad(set_to_none=True)
             if parallel.RANK() == 1 and step in (0, 2, 3):
-                _raise_in_backward(compiled, parallel.tokens(step))
+                _raise_in_backward(compiled, parallel.tokens(step), Raises())
             compiled(parallel.tokens(step)).square().mean().backward()
             found[-1] += [p.grad.clone() for p in compiled.parameters()]
     return parallel.differing(*found), parallel.summary(compiled)[1]["replays"]
 
 
-def _raise_in_backward(compiled: Any, tokens: torch.Tensor) -> None:
+def _raise(*args: Any) -> None:
+    raise torch.OutOfMemoryError("none is left")
+
+
+def _raise_in_backward(compiled: Any, tokens: torch.Tensor, raises: AbstractContextManager[Any]) -> None:
     loss = compiled(tokens).square().mean()
-    with Raises():
+    with raises:
         try:
             loss.backward()
         except torch.OutOfMemoryError:
@@ -222,6 +228,30 @@ def _raise_in_backward(compiled: Any, tokens: torch.Tensor) -> None:
 def test_a_rank_that_raises_before_it_communicates(ranks: Ranks) -> None:
     """It numbers its calls as the others do: a call that has not communicated is none."""
     assert ranks.run(raises_before_it_communicates) == [(0, [STEPS - 1])] * 2
+
+
+def replay_raises() -> tuple[int, list[int]]:
+    """Rank 1 raises in a replay of a backward of several regions, before the collectives, and does the step again."""
+    import parallel
+
+    found: list[list[torch.Tensor]] = []
+    for graphs in ([], [parallel.transform(deny=["torch.mul"])]):
+        compiled = parallel.ddp(*graphs)
+        found.append([])
+        for step in range(2 * STEPS):
+            compiled.zero_grad(set_to_none=True)
+            tokens = parallel.tokens(step, batch=3 + step // STEPS)
+            if graphs and parallel.RANK() == 1 and step == STEPS - 1:
+                _raise_in_backward(compiled, tokens, patch.object(RegionGraph, "replay", _raise))
+            compiled(tokens).square().mean().backward()
+            found[-1] += [p.grad.clone() for p in compiled.parameters()]
+    backwards = [trace for trace in parallel.summary(compiled) if trace["kind"] == "backward"]
+    return parallel.differing(*found), [min(trace["replays"]) for trace in backwards]
+
+
+def test_a_rank_that_raises_in_a_replay(ranks: Ranks) -> None:
+    """Before it communicates: another layout is captured by all ranks later."""
+    assert ranks.run(replay_raises) == [(0, [STEPS - 1, STEPS - 1])] * 2
 
 
 def strictly() -> str:
@@ -279,6 +309,29 @@ def test_ranks_that_have_compiled_otherwise(ranks: Ranks, what: str, said: str) 
     assert len(first) == 2 and first[0] == first[1] and re.search(said, first[0]), first
     assert first[0].endswith("compile it on all ranks alike")
     assert all("rank 0 has " in each for each in second) and len(second) == (0 if what == "no transform" else 2)
+
+
+def compiles_anew() -> tuple[int, list[str]]:
+    """Rank 1 compiles the model once more, and rank 0 goes on with what it has."""
+    import parallel
+
+    found: list[list[torch.Tensor]] = []
+    for graphs in ([], [parallel.transform()]):
+        transforms = [DDPTransform(torch.distributed.group.WORLD, 25.0, None), *graphs]
+        compiled = thunder.jit(parallel.model(), transforms=transforms)
+        found.append(parallel.train(compiled, 3))
+        with patch("thunder_cg.runtime.agreement._TIMEOUT", 0.5):
+            if parallel.RANK() == 1:
+                compiled = thunder.jit(compiled._model, transforms=transforms)
+            found[-1] += parallel.train(compiled, 3)
+        compiled = thunder.jit(parallel.model(), transforms=transforms)  # on both
+        found[-1] += parallel.train(compiled, 3)
+    return parallel.differing(*found), [trace["captures"] for trace in parallel.summary(compiled)]
+
+
+def test_a_rank_that_compiles_anew(ranks: Ranks) -> None:
+    """It waits for the others for a short time only, and they capture together what all compile later."""
+    assert ranks.run(compiles_anew) == [(0, [[1], [1]])] * 2
 
 
 def other_options_without_graphs() -> tuple[int, str]:

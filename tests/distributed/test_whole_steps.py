@@ -41,6 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thunder_cg import explain, graphed_step
 from thunder_cg.runtime import agreement
+from thunder_cg.runtime.agreement import StepCall
 
 nightly = pytest.mark.nightly
 _OBSERVED = {"the first call of its kind: what the step does is noted": 1}
@@ -294,30 +295,20 @@ def test_ranks_agree_at_captures_only(ranks: Ranks) -> None:
 
 
 def beside_a_thread() -> tuple[int, int, dict[str, int]]:
-    """Trains without and with graphs, while another thread communicates in another group, as a checkpoint may do."""
-    other = dist.new_group(backend="gloo")
+    """Trains without and with graphs; at the end of a call, a thread communicates elsewhere, as a checkpoint may do."""
+    other, look = dist.new_group(backend="gloo"), StepCall.look
 
-    @contextmanager
-    def around(i: int) -> Iterator[None]:
-        over = threading.Event()
-        thread = threading.Thread(target=_communicate, args=(other, over))
-        if i == 1:
-            thread.start()
-        yield
-        over.set()
-        if i == 1:
-            thread.join()
+    def communicates(call: StepCall) -> None:
+        thread = threading.Thread(target=dist.all_reduce, args=(torch.ones(1),), kwargs={"group": other})
+        thread.start()
+        thread.join()
+        look(call)
+
+    def around(i: int) -> Any:
+        return patch.object(StepCall, "look", communicates) if i == 1 else nullcontext()
 
     differing, step = with_and_without(step_of_own, 8, around)
     return differing, step.replays, dict(step.in_python)
-
-
-def _communicate(group: Any, over: threading.Event) -> None:
-    """Until the call is over on each rank, so that some of it is within the call of each."""
-    going = torch.ones(1)
-    while going.item():
-        going = torch.tensor([float(not over.is_set())])
-        dist.all_reduce(going, dist.ReduceOp.MAX, group)
 
 
 def test_another_thread_that_communicates(ranks: Ranks) -> None:
@@ -325,6 +316,28 @@ def test_another_thread_that_communicates(ranks: Ranks) -> None:
     for differing, replays, in_python in ranks.run(beside_a_thread):
         assert not differing and replays == 4, in_python
         assert any("communicates in other groups than the call before" in reason for reason in in_python), in_python
+
+
+def counts_less() -> tuple[int, int, dict[str, int]]:
+    """Rank 0 makes the collectives of some calls of rank 1 by itself."""
+    import parallel
+
+    model = parallel.model()
+    step, found = graphed(step_of_own(model)), []
+    with patch.object(agreement, "_TIMEOUT", 0.5):
+        for i in range(10):
+            if i < 2 and parallel.RANK() == 0:
+                for parameter in model.parameters():
+                    dist.all_reduce(torch.zeros_like(parameter))
+            else:
+                found.append(step(parallel.tokens(i)))
+    return len(found), step.replays, dict(step.in_python)
+
+
+def test_a_rank_that_has_counted_less(ranks: Ranks) -> None:
+    """As `Join` has it of one without batches. The ranks number alike once they have asked in vain twice."""
+    first, second = ranks.run(counts_less)
+    assert first[:2] == (8, 3) and second[:2] == (10, 3), (first, second)
 
 
 def in_groups_of_their_own() -> tuple[int, int, dict[str, int]]:
@@ -396,8 +409,39 @@ def test_functional_collectives(ranks: Ranks) -> None:
     for differing, replays, text in ranks.run(functionally):
         assert not differing and replays >= 3, text
         group = r"in the group default_pg of 2 ranks"
-        said = rf"Graph 0: \d+ .*; 5 all_reduce of 8\.1 KiB {group}; .*1 broadcast of 2\.0 KiB {group}"
+        said = rf"Graph 0: \d+ .*; 5 all_reduce of 8\.1 KiB {group}; 2 can .*; 1 broadcast of 2\.0 KiB {group}; 0 can "
         assert re.search(said, text), text
+
+
+def overlapping() -> str:
+    """Reduces two gradients, and computes with the first only while the second is under way."""
+    import parallel
+
+    def make(model: Any) -> Callable[..., Any]:
+        def step(tokens):
+            model.zero_grad()
+            loss = model(tokens).square().mean()
+            loss.backward()
+            first, second = (p.grad for p in [*model.parameters()][:2])
+            works = [dist.all_reduce(first, async_op=True), dist.all_reduce(second, async_op=True)]
+            works[0].wait()
+            first.div_(2)
+            works[1].wait()
+            return loss.detach()
+
+        return step
+
+    step = graphed(make(parallel.model()))
+    for i in range(4):
+        step(parallel.tokens(i))
+    return str(explain(step))
+
+
+def test_what_overlaps(ranks: Ranks) -> None:
+    """`explain` counts the collectives that have work between their start and their wait."""
+    for text in ranks.run(overlapping):
+        said = "2 all_reduce of 4.0 KiB in the group default_pg of 2 ranks; 1 can overlap with compute"
+        assert said in text, text
 
 
 # Parameters that are DTensors

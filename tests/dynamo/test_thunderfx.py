@@ -239,6 +239,38 @@ def test_dynamic_shapes(pair, device):
             torch.testing.assert_close(graphed(x), plain(x))
 
 
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_smaller_last_batch_leaves_full_ones_to_their_graph(backend, device, trains):
+    """Dynamo asks its newest version first, which is for any size: full batches would be captured once more."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).to(device)
+    graphed = thunderfx(model, backend=backend)
+    for rows in (4, 4, 3, 4, 3, 5, 4, 3, 5, 4):
+        x = torch.randn(rows, 4, device=device)
+        with torch.set_grad_enabled(trains):
+            same(graphed(x), model(x))
+    assert [trace.calls for trace in explain(graphed).traces if trace.calls] == [5, 3, 2]
+    assert len(graphed._backend.subgraph_infos) == 2 and "later calls take" not in str(explain(graphed))
+
+
+def test_only_the_sizes_that_an_earlier_graph_has_are_left_to_it(device):
+    graphed = thunderfx(lambda x: torch.tanh(x).sin(), backend="tape")
+    for rows, columns in ((4, 6), (4, 5), (3, 5), (4, 6), (4, 7), (3, 6), (4, 5)):
+        graphed(torch.ones(rows, columns, device=device))
+    assert len(graphed._backend.subgraph_infos) == 3, "(4, 6), (4, n) and (m, n)"
+    assert sorted(trace.calls for trace in explain(graphed).traces) == [1, 1, 1, 2, 2]
+
+
+def test_a_range_of_sizes_that_the_user_gives(device):
+    """Dynamo raises if a guard refuses a size of the range."""
+    graphed = thunderfx(lambda x: torch.tanh(x).sin(), backend="tape")
+    for rows in (4, 3, 5):
+        x = torch.ones(rows, 2, device=device)
+        if rows != 4:
+            torch._dynamo.mark_dynamic(x, 0, min=2, max=8)
+        same(graphed(x), x.tanh().sin())
+    assert len(graphed._backend.subgraph_infos) == 2
+
+
 def test_a_float_that_an_operator_has_to_know_is_constant(backend, device):
     """Also with dynamic shapes and as it changes, where Dynamo has each epsilon read on the host, and compiles anew."""
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU()).to(device)
@@ -876,6 +908,7 @@ def test_the_report_has_the_users_names_and_promises_nothing_of_graphs_that_are_
     line = breaks.__code__.co_firstlineno + 1
     found = f"breaks (from test_thunderfx.py:{line} on) anew 1 time, as calls did not meet: `a value from before the"
     assert found in said and "stack" not in said and "resume" not in said
+    assert "To have fewer: change what ends the graph there, as said below." in said
     assert "it reads a number from before the graph break, and a graph would keep it" in said
 
 

@@ -10,9 +10,9 @@ import torch
 
 from thunder_cg.analysis import rules
 from thunder_cg.compat.torch import Settings, tree_leaves
+from thunder_cg.tools.demo import same_bits
 from thunder_cg.tools.operators.cases import cases
 from thunder_cg.tools.operators.samples import OperatorCase, Sample, seed_everything
-from thunder_cg.tools.operators.trial import _equal_bits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -67,7 +67,7 @@ def strided(tree: object) -> list[torch.Tensor]:
 
 
 def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    return all(_equal_bits(a, b) for a, b in zip(found, expected, strict=True))
+    return all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def depends(case: OperatorCase, groups: Settings) -> bool:

@@ -18,7 +18,7 @@ from thunder.core.proxies import TensorProxy
 from thunder.extend import OperatorExecutor
 
 from thunder_cg import CaptureError, cudagraph_transform, explain, plan, thunderfx
-from thunder_cg.analysis.rules import FIXED_SIZE
+from thunder_cg.analysis.advice import for_size
 from thunder_cg.report import CauseReport
 
 Function = Callable[[torch.Tensor], torch.Tensor]
@@ -126,8 +126,11 @@ def test_advice_for_a_number_that_changes_where_no_tensor_can_be(fn, advice, bet
 @pytest.mark.parametrize(
     ("fn", "advice"),
     [
-        (lambda x: x[x.argmax() : x.argmax() + 1], "if it bounds a slice, x[i + torch.arange(n)] is x[i : i + n]"),
-        (lambda x: x[torch.where(x > 0)[0]], "nonzero_static in the place of nonzero and torch.where(mask)"),
+        (lambda x: x[x.argmax() : x.argmax() + 1], "bounds a slice, x[i + torch.arange(n)] is x[i : i + n]"),
+        (
+            lambda x: x[torch.where(x > 0)[0]],
+            "nonzero_static(mask, size=n) in the place of nonzero and torch.where(mask)",
+        ),
     ],
     ids=["slice", "where"],
 )
@@ -155,7 +158,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("of_size", "operator", "advice"),
     [
-        (torch.nonzero, "aten.nonzero", "use a form with a fixed size"),
+        (torch.nonzero, "aten.nonzero", "torch.where(mask, x, 0.0) in the place of x[mask]: it keeps the shape of x"),
         (positive, "thunder_cg_tests.positive", "do what this line does outside of the compiled function"),
     ],
 )
@@ -174,7 +177,7 @@ def test_advice_for_bincount_holds_in_training(compiles):
         def forward(self, x: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return torch.tanh(super().forward(x)), (at[:, None] == torch.arange(4)).sum(0)
 
-    assert "(x[:, None] == torch.arange(n)).sum(0) in the place of bincount" in FIXED_SIZE
+    assert "(x[:, None] == torch.arange(n)).sum(0) in the place of bincount" in for_size("torch.bincount")
     transforms = [cudagraph_transform(backend="tape")]
     model = Counts(4, 4)
     compiled = thunder.jit(model, transforms=transforms) if compiles == "jit" else thunderfx(model, backend="tape")
@@ -189,7 +192,7 @@ def test_advice_for_bincount_holds_in_training(compiles):
 @pytest.mark.parametrize(
     ("fn", "jit", "options", "advice", "better", "better_jit"),
     [
-        (reads, {}, {}, "keep the value on the device as a 0-dim tensor", lambda x: x * x.sum(), {}),
+        (reads, {}, {}, "operators take a 0-dim tensor in the place of a number", lambda x: x * x.sum(), {}),
         (makes, {}, {}, "make the tensor once, outside of the compiled function", lambda x: x + OUTSIDE, {}),
         (makes, {}, {}, "or with torch.full or torch.arange", lambda x: x + torch.arange(1, 3, dtype=x.dtype), {}),
         (
@@ -200,7 +203,7 @@ def test_advice_for_bincount_holds_in_training(compiles):
             lambda x: x + (x.long()[..., None] == torch.arange(2, device=x.device)).long().sum(0),
             {},
         ),
-        (unknown, {}, {}, "the same kernels for the same shapes, cudagraph_transform(allow=", None, {}),
+        (unknown, {}, {}, "the same kernels for the same shapes, and does nothing besides, pass allow=", None, {}),
         (torch.sin, {}, {"deny": ["torch.sin"]}, "remove 'torch.sin' from deny=", None, {}),
         (
             torch.sin,
@@ -247,7 +250,7 @@ def without_gradient(x: torch.Tensor) -> torch.Tensor:
     ("fn", "advice", "better"),
     [
         (reads, "in training under torch.no_grad()", without_gradient),
-        (lists, "Tensor.unbind in the place of Python's max(), if and tolist()", unbinds),
+        (lists, "Tensor.unbind in the place of tolist(), which gives 0-dim tensors", unbinds),
         (selects, "torch.where(mask, x, 0.0) in the place of x[mask]", keeps_size),
         (repeats, "x[torch.searchsorted(counts.cumsum(0), torch.arange(n), right=True)]", repeats_by_index),
     ],
@@ -412,7 +415,7 @@ class _Recurrent(torch.nn.Module):
             "for nn.LSTM, nn.GRU and nn.RNN, use thunder_cg.thunderfx with torch._dynamo.c",
         ),
         (lambda x: x * float(np.mean(x.numpy())), torch.ones(2), "for NumPy in what is compiled, call PyTorch's func"),
-        (lambda x: OUTSIDE[x.item()] * 2, torch.tensor(1), "keep the value on the device as a 0-dim tensor"),
+        (lambda x: OUTSIDE[x.item()] * 2, torch.tensor(1), "keep the value on the device, as a 0-dim tensor"),
         (lambda x: x.index_add(0, torch.tensor([0]), x[:1]), torch.ones(2).requires_grad_(), "which has PyTorch's"),
     ],
     ids=["rnn", "numpy", "index", "gradient"],
@@ -483,8 +486,8 @@ def test_advice_for_a_graph_break_in_a_loop_of_which_dynamo_compiles_nothing():
     line = looped.__code__.co_firstlineno + 3
     assert said.startswith("Nothing is compiled. 1 call ran in plain Python, without Thunder.\nWhat is not in a graph")
     assert f"\n  test_advice.py:{line}: means.append(x[i].sum() / lengths[i].item())\n" in said
-    assert "into Python, in a loop, so Dynamo compiles nothing of the function\n" in said
-    assert "to change it: keep the value on the device as a 0-dim tensor" in said
+    assert "into Python, in a loop, so Dynamo compiles nothing of the function, and has not looked for more " in said
+    assert "to change it: leave the read out: operators take a 0-dim tensor" in said
     torch._dynamo.reset()
     strict = thunderfx(looped, backend="tape", strict=True)
     for call in (1, 2):
@@ -492,6 +495,65 @@ def test_advice_for_a_graph_break_in_a_loop_of_which_dynamo_compiles_nothing():
             strict(*inputs)
     report = explain(better)
     assert len(report.traces[0].regions) == 1 and not (report.breaks or report.outside or report.causes)
+
+
+class _BreaksTwice(torch.nn.Module):
+    """In a loop of what it calls, and in one of its own: Dynamo goes on after the first, and not after the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = torch.nn.Linear(4, 4)
+
+    def halved(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            if x.norm().item() > 1:
+                x = x / 2
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.halved(torch.tanh(self.a(x)))
+        for _ in range(2):
+            x = torch.tanh(self.a(x))
+            print("once")
+        return torch.tanh(x) * 2
+
+
+def test_all_that_dynamo_leaves_to_python_is_said():
+    torch._dynamo.reset()
+    compiled = thunderfx(_BreaksTwice(), backend="tape")
+    for _ in range(3):
+        compiled(torch.ones(2, 4))
+    first, second = _BreaksTwice.halved.__code__.co_firstlineno, _BreaksTwice.forward.__code__.co_firstlineno
+    parts = f"halved (test_advice.py:{first}), forward (from test_advice.py:{second + 1} on)"
+    said = str(explain(compiled))
+    assert f"\nNot in these numbers are {parts}, which Dynamo leaves to plain Python, as said below.\n" in said
+    assert (
+        f"\n  test_advice.py:{first + 2}: if x.norm().item() > 1:\n      graph break after _BreaksTwice, graph 0"
+        in said
+    )
+    assert f'\n  test_advice.py:{second + 4}: print("once")\n      graph break after the start of forward (from' in said
+    assert f"so Dynamo compiles nothing of forward (from test_advice.py:{second + 1} on), and has not looked" in said
+    assert "to change it: choose with torch.where" in said and "reorderable_logging_functions.add(print)" in said
+
+
+class _Attributes(dict):  # type: ignore[type-arg]
+    __getattr__ = dict.__getitem__
+    __setattr__ = dict.__setitem__
+
+
+def test_advice_for_a_dict_whose_items_are_attributes():
+    def keeps(x: torch.Tensor) -> torch.Tensor:
+        found = _Attributes()
+        found.x = torch.tanh(x) * 2
+        return torch.tanh(found.x) * 3
+
+    torch._dynamo.reset()
+    compiled = thunderfx(keeps, backend="tape")
+    compiled(torch.ones(3))
+    first, *_ = explain(compiled).breaks
+    assert first.reason == "Dynamo does not know how to trace method `__setattr__` of class `_Attributes`"
+    assert first.fix == "Avoid calling `_Attributes.__setattr__` in your code."
+    assert "Not in these numbers is keeps (from test_advice.py" in str(explain(compiled))
 
 
 def test_advice_of_a_module_that_does_not_compile_as_the_size_of_a_result_is_unknown():

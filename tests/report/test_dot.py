@@ -12,8 +12,9 @@ import thunder
 import torch
 from support import programs
 
-from thunder_cg import CudagraphError, OptionError, dump_dot, explain
+from thunder_cg import CudagraphError, OptionError, dump_dot, explain, graphed_step
 from thunder_cg.errors import ForeignFileError
+from thunder_cg.report import StepReport
 from thunder_cg.runtime.tape import TapeGraph
 
 
@@ -40,7 +41,7 @@ def test_the_graph_of_a_region(transform: Callable[..., Any], device: str, tmp_p
     for _ in range(2):  # the second time, the file is its own
         explain(jfn).dump_dot("CUDAGraph1", path)
     mark, said = path.read_text().split("\n", 1)
-    assert mark == "// thunder_cg: the graph of region CUDAGraph1"
+    assert mark == "// thunder_cg: the graph of CUDAGraph1"
     assert said.startswith("digraph ") and said.rstrip().endswith("}")
     graph = programs(jfn)[0].newest_graph("CUDAGraph1").graph
     if isinstance(graph, TapeGraph):
@@ -66,3 +67,23 @@ def test_the_graph_of_a_backward(transform: Callable[..., Any], device: str, tmp
     for region in (forward, backward):
         dump_dot(jfn, region, tmp_path / region)
     assert (tmp_path / forward).read_text() != (tmp_path / backward).read_text()
+
+
+def test_the_graph_of_a_step(device: str, backend: str, tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2).to(device)
+    step = graphed_step(lambda x: model(x).sum(), modules=[model], backend=backend)
+    path, x = tmp_path / "step.dot", torch.ones(2, 2, device=device)
+    with pytest.raises(OptionError, match="expected a region, and nothing is captured"):
+        dump_dot(step, "Graph 0", path)
+    for _ in range(4):
+        step(x)
+    assert "\nGraph 0: " in str(explain(step))
+    with pytest.raises(OptionError, match=r"region='Graph 7'\): expected one of 'Graph 0'"):
+        dump_dot(step, "Graph 7", path)
+    explain(step).dump_dot("Graph 0", path)
+    mark, said = path.read_text().split("\n", 1)
+    assert mark == "// thunder_cg: the graph of Graph 0" and said.startswith("digraph ")
+    assert backend == "cuda" or "aten::addmm" in said
+    explain(step).save(saved := tmp_path / "step.json")
+    with pytest.raises(CudagraphError, match=r"^StepReport.dump_dot: this report has no function"):
+        StepReport.load(saved).dump_dot("Graph 0", path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from thunder_cg import explain
+from thunder_cg import explain, thunderfx
 from thunder_cg.report import InputReport, Report, text, units
 
 
@@ -105,7 +107,7 @@ def test_new_shapes_have_advice_and_memory_is_counted_once(net, x):
     assert explain(net).changes and not said_by(explain(net), "Net: 2 shapes"), "it has graphs for both"
     held = [trace.arena_bytes for trace in report.traces]
     assert report.memory.pools == max(held) > 0 and sum(held) > report.memory.pools  # all entries share one arena
-    assert said_by(report, f"Memory of the graphs: {units.size(report.memory.pools)} in 1 memory pool, ")
+    assert said_by(report, f"Memory of the graphs: {units.size(report.memory.pools)} in 1 memory pool")
 
 
 @pytest.mark.parametrize("fixed", [None, "reentrant", "inside"])
@@ -119,6 +121,7 @@ def test_checkpointing_says_that_nothing_replays_and_how_it_would(net, x, transf
             return checkpoint(self.inner, x, use_reentrant=False)
 
     whole = thunder.jit(Outer(Net().to(x.device)), transforms=[transform()]) if fixed == "inside" else None
+    line = inspect.currentframe().f_lineno + 2
     for _ in range(3):
         y = whole(x) if whole is not None else checkpoint(net, x, use_reentrant=fixed == "reentrant")
         y.sum().backward()
@@ -130,9 +133,19 @@ def test_checkpointing_says_that_nothing_replays_and_how_it_would(net, x, transf
     assert second.startswith("Not replayed: 6 x saved-tensor hooks are active (activation checkpointing")
     assert second.endswith("; 3 x the forward of this backward ran eagerly")
     fix = "call torch.utils.checkpoint inside of the compiled function, where Thunder traces it"
-    assert rest[0].startswith(f"To change that saved-tensor hooks are active: {fix}")
+    assert re.match(rf"To change that saved-tensor hooks are active: at test_entries.py:{line}, {fix}", rest[0])
     assert rest[0] in explain(net)._repr_html_() and "captures" not in second
     assert "for x float32 (2, 4) with strides (4, 1); " in str(explain(net)), "calls that run eagerly have strides, too"
+
+
+def test_the_line_that_checkpoints_what_dynamo_has_compiled(x, backend):
+    """Not the line of the function, whose code Dynamo runs."""
+    torch._dynamo.reset()
+    net = thunderfx(nn.Sequential(nn.Linear(4, 4), nn.Tanh()).to(x.device), backend=backend)
+    for _ in range(2):
+        line = inspect.currentframe().f_lineno + 1
+        checkpoint(net, x, use_reentrant=False).sum().backward()
+    assert f"hooks are active: at test_entries.py:{line}, call torch.utils.checkpoint inside" in str(explain(net))
 
 
 def test_a_retained_graph_says_that_no_backward_replays(net, x):
@@ -141,4 +154,5 @@ def test_a_retained_graph_says_that_no_backward_replays(net, x):
     first, second, fix, *_ = str(explain(net)).splitlines()
     assert first.startswith("CUDA graphs: 1 of 3 calls and 0 of 3 backwards replayed")
     assert "3 x the autograd graph is retained" in second and "; 1 capture; " in second
-    assert fix.startswith("To change that the autograd graph is retained: sum the losses and call backward once")
+    at = r"at test_entries.py:\d+, " if x.device.type == "cpu" else ""  # on a GPU, another thread runs a backward
+    assert re.match(f"To change that the autograd graph is retained: {at}sum the losses and call backward once", fix)

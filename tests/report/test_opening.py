@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from dataclasses import replace
 from html import escape
 from typing import Any
 
@@ -197,13 +198,20 @@ def test_an_operator_for_which_thunder_has_no_gradient(backend, device) -> None:
     [
         (lambda x: x * float(x.max()), "for a branch on what a tensor holds, or for int(), float() or"),
         (lambda x: x if torch.equal(x, x) else x + 1, "for a branch on what a tensor holds"),
-        (lambda x: x / x.int().sum().item(), "for a number that is read from a tensor, by .item() or to bound a slice"),
+        (
+            lambda x: x / x.int().sum().item(),
+            "for a number that is read from a tensor, of which Thunder knows no value",
+        ),
+        (
+            lambda x: torch.cat([x, torch.zeros(x.int().sum().item() + 1)]),
+            "for a number that is read from a tensor, of which Thunder knows no value",
+        ),
         (lambda x: x + x.nonzero().sum(), "for a result whose size depends on what a tensor holds"),
         (lambda x: x + torch.linspace(0, 1, 3), "for a function that Thunder does not know, use thunder_cg.thunderfx"),
         (lambda x: x + x.numpy().sum(), "for NumPy in what is compiled, call PyTorch's function of that name, or use"),
         (lambda x: x + x.nothing(), "call the function without Thunder: if that raises too, fix the function"),
     ],
-    ids=["float", "equal", "item", "nonzero", "linspace", "numpy", "unknown"],
+    ids=["float", "equal", "item", "size", "nonzero", "linspace", "numpy", "unknown"],
 )
 def test_what_to_try_goes_by_what_thunder_raised(fn, advice) -> None:
     said = str(plan(fn, torch.ones(3)))
@@ -305,3 +313,13 @@ def test_errors_of_this_package_say_themselves_what_to_try(where: str) -> None:
     assert to_try(f"{where}SharedMemoryError at model.py:3: two arguments overlap", is_of_dynamo=bool(where)) == ""
     assert to_try(f"{where}SharedMemoryError: two arguments overlap", is_of_dynamo=bool(where)) == ""
     assert to_try(f"{where}ValueError: a SharedMemoryError: overlaps", is_of_dynamo=bool(where)) != ""
+
+
+def test_functions_without_a_backward_are_said_once(transform, device) -> None:
+    net = thunder.jit(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)).to(device), transforms=[transform()])
+    for _ in range(2):
+        net(torch.ones(2, 2, device=device))
+    report = explain(net)
+    others = tuple(replace(trace, function="Other") for trace in report.traces)
+    said = [line for line in str(replace(report, traces=report.traces + others)).splitlines() if "No backward" in line]
+    assert len(said) == 1 and said[0].startswith("No backward ran of Sequential, compiled version 0, and 1 more: for ")

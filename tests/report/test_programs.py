@@ -111,7 +111,7 @@ def test_graphs_of_dynamo_are_named() -> None:
         assert f"test_programs.py:{first + 1}: if y.sum() > 0:" in said
         assert "graph break after broken, graph 1: a branch on what a tensor holds" in said
         assert "Remove the `torch._dynamo.graph_break()` call." in said
-        assert "to change it: choose with torch.where" in said and "to change it: keep the value on the device" in said
+        assert "to change it: choose with torch.where" in said and "to change it: leave the read out" in said
     lines = [op.line for trace in report.traces for op in trace.ops if op.verdict != "bookkeeping"]
     assert all("test_programs.py:" in (line or "") for line in lines), lines
     assert "eval_with_key" not in str(report.to_dict())

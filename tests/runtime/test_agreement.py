@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 from datetime import timedelta
 from itertools import count
@@ -11,9 +12,9 @@ import pytest
 from torch.distributed import DistNetworkError, HashStore
 
 from thunder_cg.compat import distributed
-from thunder_cg.errors import RanksDiffer
+from thunder_cg.errors import OptionsDiffer, RanksDiffer
 from thunder_cg.runtime import agreement
-from thunder_cg.runtime.agreement import Collectives, Round, call_of_step
+from thunder_cg.runtime.agreement import Collectives, Round, SameOptions, call_of_step
 
 
 class Group:
@@ -121,8 +122,11 @@ def test_a_call_that_raises(
     assert said(store) == f"{2 - is_known} no: it warms up"
     assert not collectives.meets() and calls.next_call == (3 - 2 * is_known,)
     collectives.count_replay()
-    collectives.next_round(replays=True)  # PyTorch does not count what is in a graph
-    assert calls.next_call == (5 - 2 * is_known,)
+    collectives.next_round()
+    assert calls.next_call == (5 - 3 * is_known,)
+    collectives.next_round()
+    collectives.note_launch()  # PyTorch does not count what is in a graph
+    assert calls.next_call == (6 - 3 * is_known,)
 
 
 def test_a_step_is_one_call(store: HashStore, group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,9 +266,13 @@ def test_ranks_meet(store: HashStore, group: Group, others: list[Group], monkeyp
     assert not agreement.meets([group])
 
 
-def test_calls_in_several_groups_meet_apart(store: HashStore, group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a mesh of two dimensions: the ranks of one would not see a meeting of the other one."""
-    other, world = Group(), Group(4)
+@pytest.mark.parametrize("is_mesh", [True, False])
+def test_calls_in_several_groups_meet_apart(
+    store: HashStore, group: Group, monkeypatch: pytest.MonkeyPatch, is_mesh: bool
+) -> None:
+    """In a mesh, or in the default group and another one: the ranks of one would not see a meeting of the other one."""
+    world = Group(4)
+    other = Group() if is_mesh else world
     monkeypatch.setattr(distributed, "default_group", lambda: weakref.ref(world))
     monkeypatch.setattr(agreement, "_PERIOD", 4)
     both, alone = (Collectives(groups, asks=True, watch=watched) for groups in ([group, other], [group]))
@@ -309,6 +317,23 @@ def test_a_rank_that_is_elsewhere(store: HashStore, group: Group) -> None:
         collectives.next_round().ask("before", "subject")
 
 
+def test_a_rank_that_has_counted_less(store: HashStore, group: Group) -> None:
+    """It counts as another one does once it hears twice of the same difference, in calls and in those of a step."""
+    collectives = Collectives([group], asks=True, watch=watched)
+    for place in ((), (5,)):
+        calls = agreement._states[group]
+        calls.place, calls.calls = place, 0
+        for other in (3, 5, 6, 7):
+            number = ".".join(map(str, (*place, other)))
+            store.set(f"thunder_cg/1/{1 + len(place)}/before/1", f"{number} subject")
+            if other == 7:
+                collectives.next_round().ask("before", "subject")
+                continue
+            with pytest.raises(RanksDiffer, match=f"it is at call {number} that communicates in the group"):
+                collectives.next_round().ask("before", "subject")
+        assert calls.calls == 7
+
+
 def test_keys_are_few_and_a_new_group_has_others(store: HashStore, group: Group) -> None:
     collectives = Collectives([group], asks=True, watch=watched)
     for i in range(1, 20):
@@ -322,6 +347,33 @@ def test_keys_are_few_and_a_new_group_has_others(store: HashStore, group: Group)
     with pytest.raises(RanksDiffer, match="did not answer"):
         Collectives([anew], asks=True, watch=watched).next_round().ask("before", "subject")
     assert said(store, "before", generation=2).startswith("1 no: ")
+
+
+def test_a_function_that_one_rank_has_compiled_alone(
+    store: HashStore, group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the options of all others, so it waits for less; and other ranks count functions as this one does."""
+    monkeypatch.setattr(distributed, "timeout", lambda group: 0.1)
+    usual, other = {"deny": "[]"}, {"deny": "['gelu']"}
+
+    def check(options: dict[str, str], said: str | None = None) -> None:
+        if said is not None:
+            store.set(f"thunder_cg/1/options/{agreement._states[group].functions + 1}/1", said)
+        SameOptions([group], Group(), options, waits=True).check("f")
+
+    agreement._states[group] = agreement._GroupState()
+    check(usual, json.dumps(usual))
+    for _ in range(2):
+        check(usual)
+        assert store.get("thunder_cg/1/options/2/0").decode() == "alone: " + json.dumps(usual)
+    monkeypatch.setattr(agreement, "_TIMEOUT", 60.0)
+    check(usual, "alone: " + json.dumps(usual))  # of a rank that has not waited for this one for longer
+    with pytest.raises(OptionsDiffer, match=r"rank 1 has run no function .*, in 0.1 s"):
+        check(other, "alone: " + json.dumps(usual))
+    with pytest.raises(OptionsDiffer, match=r"rank 1 has deny=\[\], not \['gelu'\]"):
+        check(other, json.dumps(usual))
+    with pytest.raises(OptionsDiffer, match=r"rank 1 has run no function .*, in 0.1 s"):  # ranks have differed
+        check(usual)
 
 
 def test_holders_are_told_before_a_group_goes(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:

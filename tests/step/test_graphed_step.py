@@ -429,6 +429,12 @@ def test_a_learning_rate_that_changes_in_each_step_is_said(step_twins):
     assert report.in_python[merged] > 2 and merged.count(" changed from ") == 1
     assert "; make the learning rate a tensor on the device" in merged
     assert sum("'lr'] changed" in line for line in report.lines()) == 2, "and in each step, once it is known"
+    assert "nothing to change" not in str(report)
+
+
+def test_a_step_that_replays_says_that_there_is_nothing_to_change(step_twins):
+    lines = str(explain(step_twins.train(usual_step, 6))).splitlines()
+    assert lines[1] == "All calls after the first ones replay: there is nothing to change."
 
 
 def test_a_learning_rate_that_is_a_tensor_is_followed(step_twins):

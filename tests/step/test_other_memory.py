@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections import deque
 
 import pytest
 import torch
 from support import usual_step
 
-from thunder_cg import explain
+from thunder_cg import explain, graphed_step
 from thunder_cg.runtime.backends import resolve
 from thunder_cg.step.other_memory import Addresses
 
@@ -41,6 +42,26 @@ def test_a_tensor_that_nothing_names(step_twins, device):
     said = str(explain(step))
     assert step.captures == 0 and "the step seems to use a tensor () of float32 in " in said
     assert "it is not known where from; pass it as an argument" in said
+
+
+@pytest.mark.parametrize("around", [{"enabled": False}, {"dtype": torch.bfloat16}], ids=["off", "on"])
+def test_autocast_around_the_step_is_said(device, backend, around):
+    """It keeps weights as they were cast before the optimizer changed them, also where it is off itself."""
+    linear, x = torch.nn.Linear(2, 2).to(device), torch.ones(2, 2, device=device)
+
+    def fn(x):
+        with torch.autocast(x.device.type, torch.bfloat16):
+            return linear(x).sum()
+
+    step = graphed_step(fn, modules=[linear], backend=backend)
+    with torch.autocast(x.device.type, **around):
+        for _ in range(4):
+            step(x)
+    assert not step.captures and re.search("autocast .*; enter (autocast|it) in the step alone", str(explain(step)))
+    inside = graphed_step(fn, modules=[linear], backend=backend)
+    for _ in range(4):
+        inside(x)
+    assert inside.replays
 
 
 def test_a_tensor_that_the_step_lets_go_of(step_twins, device, capsys):

@@ -14,7 +14,7 @@ from support import same, same_state, usual_step
 from torch.nn.functional import cross_entropy
 
 from thunder_cg import explain, release
-from thunder_cg.report import MemoryPreview, MemoryReport, StepReport, schema, units
+from thunder_cg.report import MemoryPreview, MemoryReport, StepReport, schema, text, units
 from thunder_cg.runtime.tape import TapeBackend, TapePool
 
 GRADIENTS = 4 * (4 * 8 + 8 + 8 * 3 + 3)  # bytes
@@ -75,9 +75,10 @@ def test_a_ledger_to_the_byte(step_twins, step_of, tmp_path, backend):
 
     release(step)
     assert explain(step).memory == MemoryReport(previews=(preview,))
-    assert f"step, layout 0 of the batch, not captured: would need at least {units.size(preview.needs)}" in str(
-        explain(step)
-    )
+    assert "Memory" not in str(explain(step))
+    said = f"  step, layout 0 of the batch, not captured: would need at least {units.size(preview.needs)}"
+    lines = [*text.memory(MemoryReport(previews=(preview,), budget=1), of_step=True)]
+    assert lines[0] == "Memory of the graphs: none yet; memory_budget is 1 B" and lines[1].startswith(said)
 
 
 def test_the_peak_of_a_call_in_python_says_what_it_needs(step_twins, step_of, monkeypatch):

@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any
 
 from thunder_cg.analysis import rules
+from thunder_cg.analysis.advice import fitting
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.ops import Op, Ops, Value, process_groups
 from thunder_cg.analysis.rules import Cause, Reason
@@ -241,7 +242,8 @@ class _Classifier:
             or self.keeps_storage(op)
         )
         if objection is not None:
-            return Verdict(False, objection.reason, objection.detail, objection.fix or _allow_fix(op), device)
+            fix = fitting(objection.fix, op.name, self.ops.at(op)) or _allow_fix(op)
+            return Verdict(False, objection.reason, objection.detail, fix, device)
         if self.user.allows(op):
             return Verdict(True, Reason.USER_ALLOW, "named in allow=", "", device)
         if op.is_fusion:
@@ -355,7 +357,10 @@ class _Classifier:
             if inner is not None and not (rule is not None and inner.reason is Reason.UNKNOWN):
                 return Cause(inner.reason, f"inside is {sub.name}: {inner.detail}", inner.fix or _allow_fix(sub))
         if rule is None and not op.is_fusion and (op.executor is not None or not op.subs):
-            detail = "no rule knows this operator, so it may do anything: wait, draw, communicate, keep state"
+            detail = (
+                "no rule knows this operator; it may wait for the GPU, draw random numbers, send data to other "
+                "processes, or keep state, none of which a replay would repeat"
+            )
             return Cause(Reason.UNKNOWN, detail, _allow_fix(op))
         return None
 
@@ -417,8 +422,8 @@ def _allow_fix(op: Op) -> str:
     functions = bound_functions(op.symbol).values() if op.symbol is not None else ()
     in_library = next((names[0] for names in map(library_names, functions) if names), None)
     name = in_library or (op.name if op.id is None else f"{executor}.{id_}" if executor else id_)
-    said = "if it keeps no state, and always launches the same kernels for the same shapes"
-    return f"{said}, cudagraph_transform(allow=[{name!r}]), or thunder_cg.thunderfx(fn, allow=[{name!r}])"
+    said = "if it always launches the same kernels for the same shapes, and does nothing besides, pass"
+    return f"{said} allow=[{name!r}] to cudagraph_transform or thunder_cg.thunderfx"
 
 
 def _stable(op: Op) -> tuple[str | None, str]:

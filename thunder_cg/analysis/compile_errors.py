@@ -6,7 +6,8 @@ import re
 from typing import NamedTuple
 
 from thunder_cg import errors
-from thunder_cg.analysis.rules import FIXED_SIZE, KEEP_ON_DEVICE
+from thunder_cg.analysis.advice import SLICE, for_size
+from thunder_cg.analysis.rules import KEEP_ON_DEVICE
 from thunder_cg.analysis.sources import LOOKED_UP
 from thunder_cg.errors import CudagraphError
 
@@ -19,6 +20,7 @@ _TO_COMPARE = (
     "is compiled, with "
 )
 _THUNDERFX = "thunder_cg.thunderfx"
+_SIZED = "for a result whose size depends on what a tensor holds, "
 _KEEPS_OUT = {
     False: f"{_THUNDERFX}, which leaves to Python or Inductor what Thunder does not follow",
     True: "torch.compiler.disable around a function of yours that calls it",
@@ -59,9 +61,12 @@ _HINTS = (
         "which leaves it to Python",
     ),
     _Hint(
-        ("argument must be a string or a real number, not 'NoneType'", "None had an unexpected type", "Proxy name="),
-        f"for a number that is read from a tensor, by .item() or to bound a slice, of which Thunder knows no value, "
-        f"{KEEP_ON_DEVICE}",
+        ("is not a valid index for length", "None had an unexpected type"),
+        f"for a number that is read from a tensor and bounds a slice, {SLICE}",
+    ),
+    _Hint(
+        (r"real number, not 'NoneType'", r"unsupported operand type\(s\) for .*'NoneType'", "Proxy name="),
+        f"for a number that is read from a tensor, of which Thunder knows no value, {KEEP_ON_DEVICE}",
     ),
     _Hint(
         (r"\.numpy\(\)",),
@@ -85,7 +90,7 @@ _HINTS = (
             "DynamicOutputShape",
             "only specifying a condition",
         ),
-        f"for a result whose size depends on what a tensor holds, {FIXED_SIZE}",
+        _SIZED,
     ),
     _Hint(
         ("too few dimensions",),
@@ -144,5 +149,6 @@ def to_try(problem: str, *, is_of_dynamo: bool, in_functorch: bool = False) -> s
     if in_functorch:
         return _TRANSFORMED
     hints = (hint.to_try for hint in _HINTS if any(re.search(sign, problem) for sign in hint.signs))
+    hints = (f"{hint}{for_size(problem)}" if hint == _SIZED else hint for hint in hints)
     useful = (hint for hint in hints if not (is_of_dynamo and _THUNDERFX in hint))
     return next(useful, f"{_TO_COMPARE}{_KEEPS_OUT[is_of_dynamo]}")

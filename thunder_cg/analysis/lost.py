@@ -34,10 +34,8 @@ _CHANGED = (
 )
 
 
-_CALLED = (
-    "is called while Thunder traces, and in no call; pass what it returns as a tensor, draw with torch.rand, print "
-    "or log after the call, or compile with thunder_cg.thunderfx, which leaves it to Python"
-)
+_CALLED = "is called while Thunder traces, and in no call; {}, or compile with thunder_cg.thunderfx, which leaves it to Python"
+_INSTEAD = {"print": "print after the call", "logging": "log after the call", "random": "draw with torch.rand"}
 
 
 _HOOKS = (
@@ -83,7 +81,8 @@ def unrepeated(
     yield from (f"self.{name} at {_line(stack, stacks)} {_ASSIGNED}" for name, stack in assignments)
     yield from (f"{name} at {_line(stack, stacks)} {_CHANGED}" for name, stack in changes)
     for name, stack in calls:
-        yield f"{name}() at {_line(stack, stacks)} {_CALLED}"
+        fix = next((fix for part, fix in _INSTEAD.items() if part in name), "pass what it returns as a tensor")
+        yield f"{name}() at {_line(stack, stacks)} {_CALLED.format(fix)}"
 
 
 def uncalled(modules: Iterable[str]) -> Iterator[str]:

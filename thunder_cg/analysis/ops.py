@@ -90,7 +90,7 @@ class Op:
     line: str | None = None  # "model.py:12", where the user's code called it; None if Thunder does not know
     library_line: str | None = None  # the line in a module of PyTorch's, if no code of the user's calls that module
     module: str | None = None  # "self.up", that module by its parameters; None if it has none
-    source: str | None = None  # the text of the one line or the other
+    at: SourceLine | None = None  # the one line or the other
     # Names of Thunder's tags on this symbol alone. Most opaque symbols have none: prove nothing from their absence.
     tags: frozenset[str] = frozenset()
     is_tagged_unsafe: bool = False  # its author has tagged it `torch.Tag.cudagraph_unsafe`
@@ -154,8 +154,12 @@ class Ops:
 
     def source(self, op: Op) -> str | None:
         """The text of the line that is reported for this op; None if the line surely is another op's."""
+        return at.text if (at := self.at(op)) is not None else None
+
+    def at(self, op: Op) -> SourceLine | None:
+        """That line."""
         origin = self.origin(op)
-        return origin.source if origin is not None and (origin is op or op.library_line is None) else None
+        return origin.at if origin is not None and (origin is op or op.library_line is None) else None
 
     def place(self, op: Op) -> str:
         """``"at file.py:12"``, ``"near file.py:12"``, or that the line is unknown.
@@ -208,7 +212,7 @@ def read(
     for name in args:  # Thunder has no lines for comparisons
         if frames := user_frames((stacks or {}).get((name, 0))):
             line = str(frames[-1])
-            near.setdefault(name, Op(-1, "an argument", None, None, outputs=(name,), line=line, source=frames[-1].text))
+            near.setdefault(name, Op(-1, "an argument", None, None, outputs=(name,), line=line, at=frames[-1]))
     return Ops(ops, reader.values, args, near, made_by, is_backward=forward is not None)
 
 
@@ -299,7 +303,7 @@ class _TraceReader:
             line=str(line) if line is not None and line.is_users else None,
             library_line=library_line,
             module=self.module((*inputs, *arguments_at(bound))) if library_line or is_in_library(bound) else None,
-            source=line.text if line is not None else None,
+            at=line,
             tags=frozenset(tag.name for tag in bound.sym.tags or ()),
             is_tagged_unsafe=any(map(is_cudagraph_unsafe, functions)),
             conditions=_conditions(bound, executor, id_, self.stand_in),

@@ -12,7 +12,7 @@ from inspect import currentframe
 from traceback import walk_stack, walk_tb
 from types import MappingProxyType
 
-from thunder_cg.compat.lines import PACKAGES, is_pythons, is_torchs, is_tracers
+from thunder_cg.compat.lines import PACKAGES, is_pythons, is_torchs, is_tracers, runs_compiled_code
 from thunder_cg.compat.thunder import BoundSymbol
 
 # For a line of generated code, by file name and number: the stack, as Python prints it, of what it was generated from.
@@ -84,6 +84,17 @@ def users_level() -> int:
     files = [frame.f_code.co_filename for frame in frames][1:]
     written = (level for level, file in enumerate(files, 1) if SourceLine(file, 1).is_users and _is_written(file))
     return next(written, 2)
+
+
+def calling_line() -> SourceLine | None:
+    """The line of the user's that calls what is compiled, on this thread; None if there is none, as in a backward.
+
+    What Dynamo has compiled has frames with the user's lines, too, below the one that runs it.
+    """
+    frames = [frame for frame, _ in walk_stack(currentframe())]
+    start = next((i for i, frame in enumerate(frames) if runs_compiled_code(frame.f_code)), 0)
+    lines = (SourceLine(frame.f_code.co_filename, frame.f_lineno) for frame in frames[start:])
+    return next((line for line in lines if line.is_users and _is_written(line.file)), None)
 
 
 def _is_written(file: str) -> bool:

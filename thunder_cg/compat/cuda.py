@@ -22,7 +22,7 @@ from thunder_cg.compat.torch import (
     autograd_base,
     disable_dispatch_modes,
     is_view,
-    neg_view,
+    read_as,
     storage_id,
     storage_use_count,
 )
@@ -168,6 +168,11 @@ def graph_under_capture(stream: int) -> Any:
     return next(part for part in check(driver.cuStreamGetCaptureInfo(stream)) if isinstance(part, driver.CUgraph))
 
 
+def node_count(graph: Any) -> int:
+    """How many nodes the driver's graph has."""
+    return int(check(driver.cuGraphGetNodes(graph))[1])
+
+
 def new_pool(index: int) -> PoolId:
     """The id of a new private pool. The pool exists until `release_pool` was called once."""
     pool: PoolId = torch.cuda.graph_pool_handle()
@@ -249,8 +254,7 @@ def alias_without_owning(tensor: torch.Tensor) -> torch.Tensor:
     storage = storage_at(whole.data_ptr(), tensor.device, whole.nbytes())
     alias = torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, storage)
     # The metadata do not hold the bits of lazy conjugation and negation.
-    alias = alias.conj() if tensor.is_conj() else alias
-    return neg_view(alias) if tensor.is_neg() else alias
+    return read_as(alias, conj=tensor.is_conj(), neg=tensor.is_neg())
 
 
 def disown(tensors: Sequence[torch.Tensor]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -118,28 +119,50 @@ def told_of_collectives(
         has_begun: gets what the method returns, if that is to be waited for, and the frame.
         uses: gets ``"wait"`` or ``"is_completed"``, the frame, and the work, before that method of the work.
     """
+    listener = begins, has_begun, uses
+    with _telling:
+        if not _listeners:
+            _tell()
+        _listeners.append(listener)
+    try:
+        yield
+    finally:
+        with _telling:
+            _listeners.remove(listener)
+            if not _listeners:
+                _untold.close()
+
+
+_Listener = tuple[Callable[..., None], Callable[..., None], Callable[..., None]]
+_listeners: list[_Listener] = []  # several threads may capture at a time
+_untold = ExitStack()  # gives the methods back
+_telling = threading.Lock()
+
+
+def _tell() -> None:
+    """Has all listeners told by the methods."""
 
     def told(original: Callable[..., Any], name: str) -> Callable[..., Any]:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            frame = sys._getframe(1)
+            frame, listeners = sys._getframe(1), [*_listeners]
             if name in _OF_WORK:
-                uses(name, frame, self)
+                for _, _, uses in listeners:
+                    uses(name, frame, self)
                 return original(self, *args, **kwargs)
-            begins(name, frame, (*args, *kwargs.values()))
+            for begins, _, _ in listeners:
+                begins(name, frame, (*args, *kwargs.values()))
             work = original(self, *args, **kwargs)
-            if isinstance(work, Work):
+            for _, has_begun, _ in listeners if isinstance(work, Work) else ():
                 has_begun(work, frame)
             return work
 
         return method
 
-    with ExitStack() as stack:
-        for kind, names in ((ProcessGroup, _METHODS), (Work, _OF_WORK), (FakeWork, _OF_WORK)):
-            for name in names:
-                if name in vars(kind):
-                    stack.callback(setattr, kind, name, vars(kind)[name])
-                    setattr(kind, name, told(getattr(kind, name), name))
-        yield
+    for kind, names in ((ProcessGroup, _METHODS), (Work, _OF_WORK), (FakeWork, _OF_WORK)):
+        for name in names:
+            if name in vars(kind):
+                _untold.callback(setattr, kind, name, vars(kind)[name])
+                setattr(kind, name, told(getattr(kind, name), name))
 
 
 def is_torchs_own(frame: FrameType) -> bool:

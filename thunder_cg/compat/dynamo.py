@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from traceback import FrameSummary
 from types import CodeType
@@ -21,6 +21,7 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
 from torch._guards import CompileContext
+from torch.fx.experimental.symbolic_shapes import sym_or
 
 from thunder_cg.compat.distributed import default_group
 from thunder_cg.compat.dynamo_scope import scope_dynamo
@@ -123,22 +124,29 @@ def _with_names(said: str, parameters: Sequence[str]) -> str:
     return said
 
 
+Shapes = tuple[tuple[int | None, ...], ...]  # None for a size that may change
+
+
 class GraphInputs(NamedTuple):
     """What one of Dynamo's graphs is for.
 
     Attributes:
         code: a number of the Python code that it is of.
         symbols: how many sizes and numbers may change from call to call.
-        shapes: of its tensors, with None for a size that may change.
+        shapes: of its tensors.
+        left: those of earlier graphs of the code, which it leaves to them.
     """
 
     code: int
     symbols: int
-    shapes: tuple[tuple[int | None, ...], ...]
+    shapes: Shapes
+    left: frozenset[Shapes]
 
     def succeeds(self, earlier: GraphInputs) -> bool:
         """Whether a later graph is for all calls of an earlier one. A size that may change is neither 0 nor 1."""
         if self.code != earlier.code or self.symbols <= earlier.symbols or len(self.shapes) != len(earlier.shapes):
+            return False
+        if earlier.shapes in self.left:
             return False
         return all(
             len(mine) == len(its) and all(m == i or (m is None and i not in (0, 1)) for m, i in zip(mine, its))
@@ -146,15 +154,33 @@ class GraphInputs(NamedTuple):
         )
 
 
-def inputs_of(graph: torch.fx.Graph) -> GraphInputs:
-    """Those of a graph that Dynamo compiles now."""
+def inputs_of(graph: torch.fx.Graph, earlier: Iterable[GraphInputs]) -> GraphInputs:
+    """Those of a graph that Dynamo compiles now. Dynamo gets a guard that leaves the shapes of earlier graphs to them.
+
+    Dynamo asks its newest version first: a full batch after the first smaller one would be traced and captured again.
+    """
     compiling = CompileContext.current_compile_id()
     values = [(node.meta.get("example_value"), node) for node in graph.find_nodes(op="placeholder")]
     free = sum(isinstance(v, (torch.SymInt, torch.SymFloat)) or _is_float(node) for v, node in values)
-    tensors = (value for value, node in values if isinstance(value, torch.Tensor) and not _is_float(node))
+    tensors = [value for value, node in values if isinstance(value, torch.Tensor) and not _is_float(node)]
     shapes = tuple(tuple(size if isinstance(size, int) else None for size in each.shape) for each in tensors)
     code = compiling.frame_id if compiling is not None else None
-    return GraphInputs(-1 if code is None else code, free, shapes)
+    given = (getattr(node.meta.get("grapharg"), "example", None) for _, node in values)
+    if any(hasattr(each, "_dynamo_dynamic_range") for each in given):  # by `mark_dynamic`, which allows no such guard
+        earlier = ()
+    left = {each.shapes for each in earlier if each.code == code and _leave(tensors, each.shapes)}
+    return GraphInputs(-1 if code is None else code, free, shapes, frozenset(left))
+
+
+def _leave(tensors: Sequence[torch.Tensor], shapes: Shapes) -> bool:
+    """Leaves these shapes of tensors of a graph to another graph, if sizes that may change tell them apart."""
+    if [each.dim() for each in tensors] != [*map(len, shapes)]:
+        return False
+    sizes = zip((size for each in tensors for size in each.shape), (size for shape in shapes for size in shape))
+    differ: list[Any] = [now != other for now, other in sizes if other is not None]
+    symbolic = [each for each in differ if isinstance(each, torch.SymBool)]
+    is_told_apart = not any(each is True for each in differ) and any(each.node.hint for each in symbolic)
+    return is_told_apart and bool(sym_or(*symbolic))  # this is the guard
 
 
 def _is_float(node: torch.fx.Node) -> bool:
@@ -219,7 +245,7 @@ def at_limit(compiled: Any, backend: ThunderCompiler) -> Iterator[CodeAtLimit]:
         if len(mine) >= config.recompile_limit or any(each.partition("/")[0] == frame for each in refused):
             last = max(entries, key=lambda entry: entry.compile_id.frame_compile_id or 0).compile_id
             reason, _ = _condition(refused.get(f"{last.frame_id}/{(last.frame_compile_id or 0) + 1}", ""), backend)
-            yield CodeAtLimit(_place(code, backend), len(entries), config.recompile_limit, reason)
+            yield CodeAtLimit(_place_of(code, backend), len(entries), config.recompile_limit, reason)
 
 
 class Recompiled(NamedTuple):
@@ -245,17 +271,23 @@ def recompiled(backend: ThunderCompiler) -> Iterator[Recompiled]:
             if said and getattr(entry.backend, "compiler_fn", entry.backend) is backend:
                 condition, line = _condition(said, backend)
                 if condition:
-                    yield Recompiled(_place(code, backend), condition, line)
+                    yield Recompiled(_place_of(code, backend), condition, line)
 
 
-def _place(code: CodeType, backend: ThunderCompiler) -> str:
+_RESUMED = re.compile(r"torch_dynamo_resume_in_(\w+)_at_(\d+)")
+
+
+def _place(file: str, line: int | None, name: str, backend: ThunderCompiler) -> str:
     """``"f (train.py:3)"``, or what the user compiled if the code is PyTorch's, around a module of PyTorch's."""
-    file = Path(code.co_filename).name
-    if is_torchs(code.co_filename) and hasattr(backend, "function"):
+    if is_torchs(file) and hasattr(backend, "function"):
         return str(backend.function)
-    if (rest := re.fullmatch(r"torch_dynamo_resume_in_(\w+)_at_(\d+)", code.co_name)) is not None:
-        return f"{rest[1]} (from {file}:{rest[2]} on)"
-    return f"{code.co_name} ({file}:{code.co_firstlineno})"
+    if (rest := _RESUMED.fullmatch(name)) is not None:
+        return f"{rest[1]} (from {Path(file).name}:{rest[2]} on)"
+    return f"{name} ({Path(file).name}:{line})"
+
+
+def _place_of(code: CodeType, backend: ThunderCompiler) -> str:
+    return _place(code.co_filename, code.co_firstlineno, code.co_name, backend)
 
 
 def _condition(reason: str, backend: ThunderCompiler) -> tuple[str, str]:
@@ -291,17 +323,39 @@ def break_behind(ended: Any) -> tuple[str, list[FrameSummary]] | None:
     return None
 
 
-def gave_up(compiled: Any) -> tuple[str, list[FrameSummary]] | None:
-    """Why Dynamo compiles nothing of a function and where, such as a graph break in a loop; None if it does."""
+class GivenUp(NamedTuple):
+    """Python code of which Dynamo compiles nothing, such as one with a graph break in a loop.
+
+    Attributes:
+        function: "f (train.py:3)", or what comes after a graph break: "f (from train.py:7 on)"; "" for all that was
+            compiled.
+        reason: in Dynamo's words.
+        where: the line of the graph break.
+    """
+
+    function: str
+    reason: str
+    where: FrameSummary
+
+
+def gave_up(compiled: Any, backend: ThunderCompiler, ends: Collection[tuple[str, int | None]]) -> Iterator[GivenUp]:
+    """What Dynamo compiles nothing of.
+
+    Args:
+        ends: files and lines at which graphs of this function end. What follows them is code of its own for Dynamo, and
+            so is what they call.
+    """
     function = getattr(compiled, "_func", compiled)
     module = getattr(function, "_orig_mod", None)
     original = getattr(function, "_torchdynamo_orig_callable", None) if module is None else module.forward
-    if (code := getattr(original, "__code__", None)) is None:
-        return None
-    for each in reversed(get_compilation_metrics()):
-        if (each.co_filename, each.co_firstlineno) == (code.co_filename, code.co_firstlineno):
-            if each.fail_user_frame_lineno is None or "recompile limit" in str(each.fail_reason):
-                return None
-            where = FrameSummary(str(each.fail_user_frame_filename), each.fail_user_frame_lineno, code.co_name)
-            return str(each.fail_reason), [where]
-    return None
+    code = getattr(original, "__code__", None)
+    own = (code.co_filename, code.co_firstlineno) if code is not None else None
+    last = {(each.co_filename, each.co_firstlineno, each.co_name): each for each in get_compilation_metrics()}
+    for (file, line, name), each in last.items():
+        failed_at = each.fail_user_frame_filename, each.fail_user_frame_lineno
+        if failed_at[1] is None or "recompile limit" in str(each.fail_reason):
+            continue
+        is_own, is_rest = (file, line) == own, _RESUMED.fullmatch(name or "") and (file, line) in ends
+        if is_own or is_rest or failed_at in ends:
+            where = FrameSummary(str(failed_at[0]), failed_at[1], str(name))
+            yield GivenUp("" if is_own else _place(str(file), line, str(name), backend), str(each.fail_reason), where)

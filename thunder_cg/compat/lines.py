@@ -10,6 +10,7 @@ import linecache
 import os
 import re
 from functools import cache
+from types import CodeType
 from typing import Any, NamedTuple
 
 import thunder
@@ -52,6 +53,11 @@ def line_in_trace(file: str, line: int) -> tuple[str, int] | None:
 def is_torchs(file: str) -> bool:
     """Whether a file is PyTorch's."""
     return file.startswith(_TORCH)
+
+
+def runs_compiled_code(code: CodeType) -> bool:
+    """Whether it is the function of Dynamo's that calls what Dynamo has compiled."""
+    return code.co_name == "compile_wrapper" and code.co_filename == os.path.join(_TORCH, "_dynamo", "eval_frame.py")
 
 
 def is_pythons(file: str) -> bool:

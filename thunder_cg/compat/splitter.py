@@ -31,41 +31,6 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 from thunder_cg.compat.thunder import no_autocast
 from thunder_cg.compat.torch import tensors_in, tree_flatten, tree_leaves
 
-__all__ = [
-    "GET_DATA",
-    "can_trace",
-    "can_trace_all",
-    "checkpoints",
-    "compute_again",
-    "compute_without_gradient",
-    "depends_on_autocast",
-    "example",
-    "fake_arguments",
-    "fallback_of",
-    "fixed_float",
-    "for_splitter",
-    "inside_transforms",
-    "is_collective",
-    "is_differentiable",
-    "is_for_splitter",
-    "is_number_of_numpys",
-    "is_supported",
-    "is_traced",
-    "is_unused",
-    "is_wait",
-    "keeping_fallbacks",
-    "known_constant",
-    "loses_wait",
-    "modes_of",
-    "numpy_name",
-    "on_examples",
-    "operator_name",
-    "read_number",
-    "reads_values",
-    "symbols_of_sizes",
-    "without_gradient",
-]
-
 GET_DATA = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]  # what Dynamo makes of ``x.data``
 _FALLBACKS = frozenset(utils.auto_register_ops)  # PyTorch's functions that Thunder calls as they are
 
@@ -295,7 +260,8 @@ def keeping_fallbacks(
     untracked = cache(without_gradient)
 
     def split_balanced(module: GraphModule, split_callback: Callable[[Node], int], **kwargs: Any) -> GraphModule:
-        parts = join(*_parts(module.graph, split_callback))
+        parts = {node: split_callback(node) for node in module.graph.nodes if node.op.startswith("call")}
+        parts = join(parts, frozenset(getclosurevars(split_callback).nonlocals["supported_partitions"]))
         module.recompile()
         whole = split(module, split_callback=parts.__getitem__, **kwargs)
         for part in whole.children():
@@ -305,9 +271,8 @@ def keeping_fallbacks(
 
     def try_once(symbol: Any, node: Node, options: dict[str, Any]) -> tuple[bool, SplitReason | None]:
         casts = tuple(_autocasts_at(node))
-        key = _trial(symbol, node, options)
-        key = (key, casts) if key is not None else None
-        if key is not None and key in succeeded:
+        key = _trial(symbol, node, options, casts)
+        if key in succeeded:
             return True, None
         result = try_symbol(_under_autocast(symbol, casts), node, options)
         if key is not None and result[0]:
@@ -330,12 +295,6 @@ def keeping_fallbacks(
         patch.object(torch._inductor, "compile", around_inductor(torch._inductor.compile)),
     ):
         yield
-
-
-def _parts(graph: Graph, number_of: Callable[[Node], int]) -> tuple[dict[Node, int], frozenset[int]]:
-    """The number that the splitter gives the part of each call, and the numbers of Thunder's parts."""
-    parts = {node: number_of(node) for node in graph.nodes if node.op.startswith("call")}
-    return parts, frozenset(getclosurevars(number_of).nonlocals["supported_partitions"])
 
 
 _MODES = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast, torch._C._set_grad_enabled)
@@ -393,7 +352,7 @@ def _under_autocast(symbol: Any, casts: Sequence[Autocast]) -> Any:
     return call if casts else symbol
 
 
-def _trial(symbol: Any, node: Node, options: dict[str, Any]) -> Any:
+def _trial(symbol: Any, node: Node, options: dict[str, Any], casts: Sequence[Autocast]) -> Any:
     """All that Thunder's trial of a symbol with a node's arguments depends on; None if that is not known to be all.
 
     A model repeats its layers, and a trial takes a tenth of a second: it traces and differentiates the symbol.
@@ -411,7 +370,7 @@ def _trial(symbol: Any, node: Node, options: dict[str, Any]) -> Any:
             known.append(repr(value))
         else:
             return None
-    return symbol, structure, (*known,), options.get("disable_torch_autograd")
+    return symbol, structure, (*known,), options.get("disable_torch_autograd"), casts
 
 
 def _restore_grad_mode(part: GraphModule) -> None:

@@ -55,8 +55,6 @@ without_torch_functions = torch._C.DisableTorchFunction
 
 # Whether the tensor is zeros without memory, as the derivative of ``torch.sgn`` is.
 is_zero_tensor: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerotensor
-# A view that is negated only when it is read. Its inverse is itself.
-neg_view: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor._neg_view
 # Whether autograd knows the tensor for a view of another one, and that other one; None if there is none.
 is_view: Callable[[torch.Tensor], bool] = torch.Tensor._is_view
 autograd_base: Callable[[Any], torch.Tensor | None] = attrgetter("_base")
@@ -73,6 +71,12 @@ is_wrapper_type: Callable[[type], bool] = is_traceable_wrapper_subclass_type
 
 # As ``__torch_function__`` of a subclass of Tensor: PyTorch's functions take it for a plain tensor.
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+
+
+def read_as(tensor: torch.Tensor, *, conj: bool, neg: bool) -> torch.Tensor:
+    """A view that is conjugated, and negated, only when it is read. The same once more undoes it."""
+    tensor = tensor.conj() if conj else tensor
+    return tensor._neg_view() if neg else tensor
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
@@ -272,6 +276,7 @@ dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
 function_mode_count: Callable[[], int] = torch._C._len_torch_function_stack
 is_traced: Callable[[], bool] = torch._C._is_tracing  # by ``torch.jit.trace``, on this thread
 any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
 functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active  # such as vmap or grad
 # The innermost saved-tensor hooks of this thread; None if there are none.
 saved_tensors_hooks: Callable[[], Any] = partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
@@ -430,6 +435,12 @@ def global_hooks() -> list[tuple[str, Mapping[Any, Any]]]:
         ("backwards of modules", {**modules._global_backward_hooks, **modules._global_backward_pre_hooks}),
         ("steps of optimizers", {**_global_optimizer_pre_hooks, **_global_optimizer_post_hooks}),
     ]
+
+
+def inside_autocast() -> bool:
+    """Whether this thread is inside of a torch.autocast, enabled or not, which keeps what one inside of it has cast."""
+    torch.autocast_increment_nesting()
+    return bool(torch.autocast_decrement_nesting())
 
 
 def autocast_dtype(device_type: str) -> str | None:

@@ -70,7 +70,7 @@ class Compiler(ThunderCompiler):
             CaptureError: with ``strict="ops"``, Inductor got an operator of it.
         """
         only_views = makes_only_views(module.graph)
-        names, of_graph = users_names(module.graph, self.parameters), inputs_of(module.graph)
+        names, of_graph = users_names(module.graph, self.parameters), inputs_of(module.graph, self.inputs.values())
         try:
             specialize_floats(module)
             rewrite(module, self.thunder_options)

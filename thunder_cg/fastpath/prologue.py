@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from inspect import Parameter
-from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from thunder_cg.compat.thunder import BoundSymbol, PrimIDs, Proxy, TraceCtx, Tra
 from thunder_cg.compat.torch import TensorGuards, tensor_guards
 from thunder_cg.executor import executor
 from thunder_cg.runtime.compilation import NAMES
+from thunder_cg.runtime.functions import unused
 
 _TENSOR_CHECKS = (PrimIDs.CHECK_TENSOR_SHAPE_AND_METADATA, "check_tensor_metadata")  # before and after execution
 _VALUE_CHECKS = frozenset({"check_len", "check_literal_like", "check_string_value", *CHECKS_OF_CONTAINERS})
@@ -293,4 +293,4 @@ def with_one_check(prologue: TraceCtx, names: Set[str]) -> TraceCtx:
 def unused_name(wish: str, trace: TraceCtx) -> str:
     """A name like ``wish`` for a function, which no value of the trace has: these have the names of the user's."""
     taken = {p.name for s in trace.bound_symbols for p in (*s.flat_proxy_args, *s.flat_proxy_outs)} | trace.names
-    return next(name for i in count() if (name := wish if i == 0 else f"{wish}_{i}") not in taken)
+    return unused(wish, taken)

@@ -5,6 +5,7 @@ Thunder's own executor knows PyTorch's flash and memory-efficient kernels only.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,29 +35,12 @@ def _compact(tensor: Tensor) -> Tensor:
 
 
 def _run(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    with_logsumexp: bool,
-) -> tuple[Tensor, Tensor]:
+    results: int, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None
+) -> Any:
+    """The first of the results, or it and the logsumexp of each row, which a backward needs."""
     inputs = map(_compact, (query, key, value))
-    result, logsumexp, *_ = cudnn_attention(*inputs, bias, with_logsumexp, 0.0, is_causal, False, scale=scale)
-    return result, logsumexp
-
-
-def _forward(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    return _run(query, key, value, bias, is_causal, scale, True)
-
-
-def _infer(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None
-) -> Tensor:
-    return _run(query, key, value, bias, is_causal, scale, False)[0]
+    found: Any = cudnn_attention(*inputs, bias, results == 2, 0.0, is_causal, False, scale=scale)
+    return found[:2] if results == 2 else found[0]
 
 
 def _backward(
@@ -79,8 +63,8 @@ def _backward(
     return gradients
 
 
-infer = executor.register_operator("cudnn_attention", meta=_meta, fn=_infer)
-forward = executor.register_operator("cudnn_attention_forward", meta=_forward_meta, fn=_forward)
+infer = executor.register_operator("cudnn_attention", meta=_meta, fn=partial(_run, 1))
+forward = executor.register_operator("cudnn_attention_forward", meta=_forward_meta, fn=partial(_run, 2))
 backward = executor.register_operator("cudnn_attention_backward", meta=like(1, 2, 3), fn=_backward)
 
 

@@ -11,6 +11,7 @@ import torch
 from thunder_cg.analysis.sources import users_level
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.torch_compile import CompileError, TooManyLayouts, free_layouts, strides_of_results
+from thunder_cg.runtime.tensors import span
 
 
 class Fusion:
@@ -107,8 +108,7 @@ def _overlap(args: Sequence[Any], written: Iterable[int]) -> bool:
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """The addresses of a tensor's first element and of the end of its last."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride()))
-    return (start := tensor.data_ptr()), start + (last + 1) * tensor.element_size()
+    return (start := tensor.data_ptr()), start + span(tensor) * tensor.element_size()
 
 
 def _is_laid_out_otherwise(tensor: torch.Tensor, strides: Sequence[int]) -> bool:

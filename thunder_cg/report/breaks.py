@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from thunder_cg.analysis.rules import FIXED_SIZE, KEEP_ON_DEVICE
+from thunder_cg.analysis.advice import for_branch, for_read, for_size
 from thunder_cg.analysis.sources import SourceLine, called_from, users
 
-_BRANCH = "choose with torch.where, or branch outside of the compiled function"
-_ITEM = (
-    f"{KEEP_ON_DEVICE}; torch._dynamo.config.capture_scalar_outputs spares the graph break at most: the host still "
-    "reads the number, and what uses the number is in no CUDA graph"
-)
+ITEM = "Tensor.item() reads what a tensor holds into Python"
 _UNKNOWN = (
     "what this line calls, or a loop that it begins, has a graph break that Dynamo cannot go on from",
     'TORCH_LOGS="graph_breaks" in the environment has Dynamo say which',
@@ -53,6 +49,7 @@ _GRADIENT = (
     "compile what comes before it, and call torch.autograd.grad or backward outside of the compiled function; a whole "
     "training step is one graph in thunder_cg.graphed_step"
 )
+_VAGUE = ("Unsupported method call", "Unsupported function call")  # of Dynamo's titles
 _NO_HELP = ("Please report an issue", "It may be possible to write", "This graph break is fundamental")
 
 
@@ -66,6 +63,7 @@ class GraphBreak:
         source: the text of that line.
         reason: in Dynamo's words.
         fix: what would change it.
+        part: what Dynamo compiles nothing of because of it, such as "f (train.py:3)"; "" if it goes on after it.
     """
 
     function: str
@@ -73,6 +71,7 @@ class GraphBreak:
     source: str | None
     reason: str
     fix: str
+    part: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +135,10 @@ def graph_breaks(label: str, graph: Any) -> Iterator[GraphBreak]:
     ended = getattr(graph.original_graph_module, "compile_subgraph_reason", None)
     if ended is None or not ended.graph_break:
         return
-    from thunder_cg.compat.dynamo import break_behind  # Dynamo is imported by now
-
-    reason, stack = break_behind(ended) or (None, ended.user_stack)
+    reason, stack = _stack_of(ended)
     frames = users([SourceLine(frame.filename, frame.lineno or 0) for frame in stack])
     is_skipped = reason is not None and reason.startswith(_SKIPPED)
-    reason, fix = _understood(reason) if reason is not None else _UNKNOWN
+    reason, fix = _understood(reason, frames) if reason is not None else _UNKNOWN
     if is_skipped and any("/torch/distributed/" in frame.filename for frame in stack):
         reason, fix = _COLLECTIVE
     if frames and "torch._check_tensor_all" in (frames[-1].text or ""):
@@ -149,28 +146,39 @@ def graph_breaks(label: str, graph: Any) -> Iterator[GraphBreak]:
     yield GraphBreak(label, called_from(frames), frames[-1].text if frames else None, reason, fix)
 
 
-def whole_function_left(label: str, compiled: Any) -> Iterator[GraphBreak]:
-    """The graph break because of which Dynamo compiles nothing of a function, if there is one."""
+def left_to_python(label: str, compiled: Any, backend: Any) -> Iterator[GraphBreak]:
+    """The graph breaks because of which Dynamo compiles nothing of a function, or of what follows a graph."""
     from thunder_cg.compat.dynamo import gave_up  # Dynamo is imported by now
 
-    if (found := gave_up(compiled)) is not None:
-        said, stack = found
-        frames = users([SourceLine(frame.filename, frame.lineno or 0) for frame in stack])
-        reason, fix = _understood(said)
-        where = "in a loop" if "graph break in loop" in said else "where Dynamo cannot go on"
-        reason = f"{reason}, {where}, so Dynamo compiles nothing of the function"
-        yield GraphBreak(f"the start of {label}", called_from(frames), frames[-1].text if frames else None, reason, fix)
+    ended = [getattr(each.original_graph_module, "compile_subgraph_reason", None) for each in backend.subgraph_infos]
+    stacks = [_stack_of(each)[1] for each in ended if each is not None and each.graph_break]
+    for function, said, where in gave_up(compiled, backend, {(f.filename, f.lineno) for each in stacks for f in each}):
+        frames = users([SourceLine(where.filename, where.lineno or 0)])
+        reason, fix = _understood(said, frames)
+        why = "in a loop" if "graph break in loop" in said else "where Dynamo cannot go on"
+        part = function or label
+        nothing = f"so Dynamo compiles nothing of {function or 'the function'}"
+        reason = f"{reason}, {why}, {nothing}, and has not looked for more graph breaks after this one"
+        source = frames[-1].text if frames else None
+        yield GraphBreak(f"the start of {part}", called_from(frames), source, reason, fix, part)
 
 
-def _understood(said: str) -> tuple[str, str]:
-    """The reason and the fix in Dynamo's message, which has hints on lines of their own."""
+def _stack_of(ended: Any) -> tuple[str | None, list[Any]]:
+    """Why a graph ended, if that is known, and where."""
+    from thunder_cg.compat.dynamo import break_behind  # Dynamo is imported by now
+
+    return break_behind(ended) or (None, ended.user_stack)
+
+
+def _understood(said: str, frames: Sequence[SourceLine]) -> tuple[str, str]:
+    """The reason and the fix in Dynamo's message, which has hints on lines of their own; the last frame is where."""
     first, *rest = [line.strip() for line in said.strip().splitlines()] or [""]
     if any(each in first for each in ("jump", "Data-dependent branching", "Could not guard on data-dependent")):
-        return "a branch on what a tensor holds", _BRANCH
+        return "a branch on what a tensor holds", for_branch(*frames[-1:])
     if ".item()" in first:
-        return "Tensor.item() reads what a tensor holds into Python", _ITEM
+        return ITEM, for_read(*frames[-1:])
     if any(each in first for each in ("tolist()", "Data dependent operator")):
-        return first, _ITEM
+        return first, for_read(*frames[-1:])
     if "torch.autograd.grad" in first or "Tensor.backward()" in first:
         return "a gradient, which Thunder computes of a whole graph only", _GRADIENT
     if first.startswith("logging.Logger method"):
@@ -185,7 +193,10 @@ def _understood(said: str) -> tuple[str, str]:
         return first, _ASYNC
     if (sized := _SIZED.search(said)) is not None:  # traced, it would be left to Inductor
         reason = f"the size of what {sized[1]} returns depends on what tensors hold"
-        return reason, FIXED_SIZE if sized[1].startswith("aten.") else _OUTSIDE
+        text = f"{sized[1]} {frames[-1].text if frames else ''}".removeprefix("aten.nonzero ")  # as of x[mask]
+        return reason, for_size(text) if sized[1].startswith("aten.") else _OUTSIDE
+    explained = next((line.partition(": ")[2] for line in rest if line.startswith("Explanation: ")), "")
+    first = explained.rstrip(".") if first in _VAGUE and explained else first
     hints = [line.removeprefix("Hint: ") for line in rest if line.startswith("Hint: ")]
     return first, next((hint for hint in hints if not hint.startswith(_NO_HELP)), _OUTSIDE)
 

@@ -1,17 +1,49 @@
-"""`dump_dot`: the graph of one region as a picture."""
+"""`dump_dot`: the graph of one region, or of a whole step, as a picture."""
 
 from __future__ import annotations
 
 import os
+import weakref
+from collections.abc import Callable, Collection
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
-from thunder_cg.errors import OptionError
+from thunder_cg.errors import CudagraphError, OptionError
 from thunder_cg.files import refuse_foreign, replace
 from thunder_cg.report.programs import locate
+from thunder_cg.runtime.backend import Graph
+from thunder_cg.step import GraphedStep
 
-MARK = "// thunder_cg: the graph of region"  # files begin with it, in a comment of Graphviz's language
+MARK = "// thunder_cg: the graph of"  # files begin with it, in a comment of Graphviz's language
+T = TypeVar("T", bound="OfFunction")
+
+
+class OfFunction:
+    """Where a report came from. It is no field: neither files nor comparisons of reports have it."""
+
+    __slots__ = ("_function",)
+    _function: Callable[[], Any]  # a weak reference, as a report keeps no function
+
+    def about(self: T, fn: Any) -> T:
+        """The report, with what it is about."""
+        object.__setattr__(self, "_function", weakref.ref(fn))
+        return self
+
+    def _function_for(self, method: str) -> Any:
+        fn = self._function() if hasattr(self, "_function") else None
+        if fn is None:
+            problem = "this report has no function: it is a plan, it was loaded, or its function is gone"
+            raise CudagraphError(f"{type(self).__name__}.{method}: {problem}; call thunder_cg.{method}(fn, ...)")
+        return fn
+
+    def dump_dot(self, region: str, path: str | Path) -> None:
+        """Writes the graph of a region, or of a whole step, to a file for Graphviz: :func:`thunder_cg.dump_dot`.
+
+        Raises:
+            CudagraphError: the report was loaded from a file, or its function is gone.
+        """
+        dump_dot(self._function_for("dump_dot"), region, path)
 
 
 def dump_dot(fn: Any, region: str, path: str | os.PathLike[str]) -> None:
@@ -21,8 +53,8 @@ def dump_dot(fn: Any, region: str, path: str | os.PathLike[str]) -> None:
     (cuGraphDebugDotPrint). The tape writes its recorded calls, and which call reads what another one wrote.
 
     Args:
-        fn: a compiled function or module, as for :func:`explain`.
-        region: the name that its report gives the region, such as "CUDAGraph1".
+        fn: a compiled function or module, as for :func:`explain`, or a step of :func:`graphed_step`.
+        region: the name that the report gives the region, such as "CUDAGraph1", or the graph of a step: "Graph 0".
         path: the file. One that this function wrote before is replaced.
 
     Raises:
@@ -33,19 +65,36 @@ def dump_dot(fn: Any, region: str, path: str | os.PathLike[str]) -> None:
     """
     path = Path(path)
     refuse_foreign(path, MARK)
-    programs = [located.program for located in locate(fn, "dump_dot").programs]
-    names = [each.name for program in programs for each in program.regions]
-    if region not in names:
-        expected = f"one of {', '.join(map(repr, names))}" if names else "a region, and nothing is captured"
-        raise OptionError("region", region, expected, "print(explain(fn)) has the names", "dump_dot")
-    program = next(each for each in programs if region in [its.name for its in each.regions])
-    graph = program.newest_graph(region)
-    if graph is None:
-        failure = next(each.failure for each in program.regions if each.name == region)
-        steps = "the function" if program.kind == "forward" else "the function and its backward"
-        fix = f"it runs eagerly: {failure}" if failure else f"call {steps} twice with the same inputs first"
-        raise OptionError("region", region, "a region with a graph", fix, "dump_dot")
+    graph = _graph_of_step(fn, region) if isinstance(fn, GraphedStep) else _graph_of_region(fn, region)
     with TemporaryDirectory() as folder:
         written = Path(folder, "graph.dot")
-        graph.graph.write_dot(str(written))
+        graph.write_dot(str(written))
         replace(path, f"{MARK} {region}\n{written.read_text(encoding='utf-8')}")
+
+
+def _graph_of_step(step: GraphedStep, name: str) -> Graph:
+    graphs = {f"Graph {number}": recording.graph for number, recording in enumerate(step.recordings)}
+    if name not in graphs:
+        raise OptionError("region", name, *_one_of(graphs), "dump_dot")
+    return graphs[name]
+
+
+def _graph_of_region(fn: Any, name: str) -> Graph:
+    programs = [located.program for located in locate(fn, "dump_dot").programs]
+    names = [each.name for program in programs for each in program.regions]
+    if name not in names:
+        raise OptionError("region", name, *_one_of(names), "dump_dot")
+    program = next(each for each in programs if name in [its.name for its in each.regions])
+    graph = program.newest_graph(name)
+    if graph is None:
+        failure = next(each.failure for each in program.regions if each.name == name)
+        steps = "the function" if program.kind == "forward" else "the function and its backward"
+        fix = f"it runs eagerly: {failure}" if failure else f"call {steps} twice with the same inputs first"
+        raise OptionError("region", name, "a region with a graph", fix, "dump_dot")
+    return graph.graph
+
+
+def _one_of(names: Collection[str]) -> tuple[str, str]:
+    """What is expected, and what to do."""
+    expected = f"one of {', '.join(map(repr, names))}" if names else "a region, and nothing is captured"
+    return expected, "print(explain(fn)) has the names"

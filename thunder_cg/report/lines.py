@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from thunder_cg.report.breaks import ITEM
 from thunder_cg.report.units import count
 
 if TYPE_CHECKING:
@@ -24,6 +25,11 @@ T = TypeVar("T")
 _MOST_LINES = 30  # of source
 _LONG = 80  # characters of a fix, which is not said again for another line
 HEADING = "What is not in a graph, by line of source, the most expensive first:"
+
+_SCALARS = (
+    "torch._dynamo.config.capture_scalar_outputs spares the graph break at such a read, and no more: the host still "
+    "waits, and what uses the number is in no CUDA graph"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +72,8 @@ def by_line(report: Report) -> Iterator[str]:
     for cut in _grouped(report.outside, lambda part: part.cost):
         graphs = [*dict.fromkeys(part.function for part in cut)]
         yield f"{_few(graphs)}, {'are' if len(graphs) > 1 else 'is'} {cut[0].cost}"
+    if any(each.reason.startswith(ITEM) for each in report.breaks):
+        yield _SCALARS
 
 
 def by_inductor(joined: Iterable[Outside]) -> Iterator[str]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from thunder_cg.analysis.compile_errors import compiler_name, to_try
+from thunder_cg.compat.lines import BEFORE_BREAK
 from thunder_cg.report import lines
 from thunder_cg.report.units import count
 from thunder_cg.runtime.changes import FEW, IF_CACHE, IF_DROPOUT, PAD, VERSIONS
@@ -26,11 +27,13 @@ _NO_GRAPH = (
 )
 _FEWER = f"pass what changes from call to call as a tensor, or keep it to a few values; {IF_CACHE}; {IF_DROPOUT}"
 _SIGNS = {  # of conditions, and what to do to meet them more often
+    BEFORE_BREAK: "change what ends the graph there, as said below",
     "a hook of": "have the hook write to a tensor in place",
     "size mismatch": PAD,
+    " is (not )?None$": f"make it before the first call; {IF_CACHE}",
     "dtype mismatch": "cast to one dtype before the call",
     r"^len\(kwargs\)": "pass the same keyword arguments in each call",
-    r"^len\(": f"keep the length; {IF_CACHE}",
+    r"^(len\(|not )": f"keep the length; {IF_CACHE}; if the call adds to it, add after the call",
     "[=!]= '": "keep it to a few values",
 }
 _OWN_NUMBER = re.compile(r"(\w+(?:\.\w+)+) [=!<>]=? -?[\d.]+")
@@ -53,10 +56,11 @@ def _summary(report: Report) -> Iterator[str]:
     first, *rest = ran(report)
     yield f"CUDA graphs: {first}; {headline(report.traces)}"
     yield from rest
+    yield from (f"Other than in PyTorch, with and without graphs: {said}." for said in report.differs)
     yield from without_backward(report)
     yield from graphs_of_one_call(report)
-    yield from (f"Other than in PyTorch, with and without graphs: {said}." for said in report.differs)
     yield from failures(report)
+    yield from left_to_python(report)
     yield from in_python(report)
     yield from compiled_anew(report)
     yield from lines.by_line(report)
@@ -82,6 +86,13 @@ def failures(report: Report) -> Iterator[str]:
         yield f"{said}: {report.compile_failure or 'it was interrupted'}."
         if report.compile_failure and (hint := to_try(report.compile_failure, is_of_dynamo=report.is_of_dynamo)):
             yield f"To try: {hint}."
+
+
+def left_to_python(report: Report) -> Iterator[str]:
+    """The parts of a function of which Dynamo compiles nothing, so that no trace has their operators."""
+    if names := [each.part for each in report.breaks if each.part]:
+        is_are = "is" if len(names) == 1 else "are"
+        yield f"Not in these numbers {is_are} {', '.join(names)}, which Dynamo leaves to plain Python, as said below."
 
 
 def in_python(report: Report) -> Iterator[str]:
@@ -163,7 +174,7 @@ def ran(report: Report) -> Iterator[str]:
         yield f"Not replayed: {'; '.join(why)}"
     if is_complete(report):
         yield "All calls after warm-up and capture replay, and no operator is eager: there is nothing to change."
-    for reason, fix in {reason: fix for trace in having for reason, fix in trace.fixes.items()}.items():
+    for reason, fix in dict.fromkeys(each for trace in having for each in trace.fixes.items()):
         yield f"To change that {reason.partition(' (')[0].partition(',')[0]}: {fix}"
 
 
@@ -172,12 +183,14 @@ def without_backward(report: Report) -> Iterator[str]:
     backwards = {
         (trace.function, trace.entry) for trace in report.traces if trace.kind == "backward" and not trace.calls
     }
-    for trace in report.traces:
-        if trace.kind == "forward" and (trace.function, trace.entry) in backwards and trace.calls > 1:
-            yield (
-                f"No backward ran of {trace.function}, compiled version {trace.entry}: for inference, call it under "
-                f"torch.no_grad(), or after model.requires_grad_(False), which keeps nothing for a backward."
-            )
+    forwards = (trace for trace in report.traces if trace.kind == "forward" and trace.calls > 1)
+    found = [each for each in forwards if (each.function, each.entry) in backwards]
+    if found:
+        more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+        yield (
+            f"No backward ran of {found[0].function}, compiled version {found[0].entry}{more}: for inference, call it "
+            f"under torch.no_grad(), or after model.requires_grad_(False), which keeps nothing for a backward."
+        )
 
 
 def graphs_of_one_call(report: Report) -> Iterator[str]:

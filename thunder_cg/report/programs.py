@@ -9,14 +9,14 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import thunder
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from thunder_cg.analysis.sources import called_from, user_frames
 from thunder_cg.compat.thunder import CACHE_OPTIONS, is_ours, owns_regions
@@ -26,17 +26,14 @@ from thunder_cg.report.breaks import (
     Recompilation,
     RecompileLimit,
     graph_breaks,
+    left_to_python,
     recompilations,
     recompile_limits,
-    whole_function_left,
 )
 from thunder_cg.report.units import count
 from thunder_cg.runtime.compilation import compile_failure, name_of
 from thunder_cg.runtime.program import Program, program_of
 from thunder_cg.step import GraphedStep
-
-if TYPE_CHECKING:
-    from thunder_cg.compat.splitter import SeenNode
 
 _OWN_OPERATOR = "use other operators, or one of your own with torch.library, which allow= names"
 _WITHOUT_TRANSFORM = "Thunder compiled this without cudagraph_transform(), so nothing of it is captured"
@@ -64,7 +61,7 @@ class Outside:
         line: where the user called it, as "model.py:38, called from train.py:7", or None if that is unknown.
         count: how many calls are alike.
         cost: how many pieces the graph is cut into because of all such operators; "" if what Inductor made of this one
-            is an operator of the trace around it.
+            is an operator of the trace around it: see `dynamo/pieces.py`.
         source: the text of that line.
     """
 
@@ -87,7 +84,6 @@ class Found:
         failure: what it raised last and where.
         python_calls: calls of what `thunder_cg.thunderfx` returned in which no graph of Dynamo's ran, at least.
         is_of_dynamo: Dynamo reads the Python of the function.
-        joined: what Inductor compiled, and is in a trace nevertheless.
         uncached: Thunder compiles each call anew, and the programs are those of the last call.
         recompilations: what Dynamo has compiled more than once.
     """
@@ -97,7 +93,6 @@ class Found:
     failures: int = 0
     failure: str | None = None
     outside: tuple[Outside, ...] = ()
-    joined: tuple[Outside, ...] = ()
     breaks: tuple[GraphBreak, ...] = ()
     limits: tuple[RecompileLimit, ...] = ()
     python_calls: int = 0
@@ -160,7 +155,6 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
     """Dynamo makes one graph for all between two graph breaks, and Thunder one or more functions for a graph."""
     programs: list[Located] = []
     outside: list[Outside] = []
-    joined: list[Outside] = []
     breaks: list[GraphBreak] = []
     ran: list[int] = []  # for each graph: in how many calls, if it has a part of Thunder's, which counts
     calls = failures = getattr(backend, "failures", 0)  # of `thunder_cg.thunderfx`
@@ -176,9 +170,8 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
                 failure = f"{label}: {raised}"
         ran += [max(thunder.compile_stats(jitted).calls for jitted in compiled)] if compiled else []
         outside += outside_of(label, graph)
-        joined += joined_in(label, graph)
         breaks += graph_breaks(label, graph)
-    breaks += whole_function_left(_name(fn), fn)
+    breaks += left_to_python(_name(fn), fn, backend)
     made = counting.counts[0] if (counting := that_counts(fn)) is not None else 0
     without_graph = made - sum(ran)  # negative if a call has several graphs, or calls are not counted
     python_calls = max(0, without_graph) if len(ran) == len(backend.subgraph_infos) else 0
@@ -190,7 +183,6 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
         failures,
         failure,
         tuple(outside),
-        tuple(joined),
         tuple(breaks),
         limits,
         python_calls,
@@ -234,44 +226,26 @@ def _keeps_all(jitted: Any) -> bool:
 
 
 def outside_of(label: str, graph: Any) -> Iterator[Outside]:
-    """What Thunder's splitter gave away of a graph and no trace has."""
+    """What Thunder's splitter gave away of a graph, alike ones together. It may look at an operator twice."""
+    from thunder_cg.compat.splitter import JOINED, SeenNode  # Dynamo is imported by now
+
     kinds = Counter(part.compiler.name for part in graph.submodule_to_compiled_functions.values())
     pieces = count(len(graph.thunder_compiled_fns or ()), "piece")
-    from thunder_cg.compat.splitter import SeenNode  # Dynamo is imported by now
-
-    nodes = {"": SeenNode(None, None, is_users=True)} | {node.name: SeenNode.of(node) for node in _nodes(graph)}
-    return _given_away(
-        label, graph, nodes, f"cut into {pieces} of Thunder's and {kinds['TORCH_INDUCTOR']} of Inductor's"
-    )
-
-
-def joined_in(label: str, graph: Any) -> Iterator[Outside]:
-    """What it gave away, and is an operator of a trace: see `dynamo/pieces.py`."""
-    from thunder_cg.compat.splitter import JOINED
-
-    nodes = {name: seen for node in _nodes(graph) for name, seen in node.meta.get(JOINED, {}).items()}
-    return _given_away(label, graph, nodes, "")
-
-
-def _nodes(graph: Any) -> list[Node]:
+    cost = f"cut into {pieces} of Thunder's and {kinds['TORCH_INDUCTOR']} of Inductor's"
     modules = [each for each in graph.original_graph_module.modules() if isinstance(each, GraphModule)]
-    return [node for module in reversed(modules) for node in module.graph.nodes]  # of checkpointed functions, too
-
-
-def _given_away(label: str, graph: Any, nodes: Mapping[str, SeenNode], cost: str) -> Iterator[Outside]:
-    """Of these nodes those that the splitter gave away, alike ones together. It may look at an operator twice.
-
-    The name "" stands for a part of the graph that the splitter does not name.
-    """
-    reasons = dict.fromkeys(_reason(split) for split in graph.split_reasons or ())
-    alike: Counter[tuple[str, str | None, str | None, str]] = Counter()
-    for said in reasons:
+    nodes = {"": (SeenNode(None, None, is_users=True), cost)}  # "": a part of the graph that the splitter does not name
+    for node in (node for module in reversed(modules) for node in module.graph.nodes):  # of checkpoints, too
+        nodes[node.name] = (SeenNode.of(node), cost)
+        nodes |= {name: (joined, "") for name, joined in node.meta.get(JOINED, {}).items()}
+    alike: Counter[Outside] = Counter()
+    for said in dict.fromkeys(map(_reason, graph.split_reasons or ())):
         name, operator, reason = understood(said)
-        if (seen := nodes.get(name)) is not None and seen.is_users:
+        seen, cost = nodes.get(name, (None, ""))
+        if seen is not None and seen.is_users:
             frames = user_frames(seen.stack)
-            alike[seen.operator or operator, called_from(frames), frames[-1].text if frames else None, reason] += 1
-    for (operator, line, source, reason), times in alike.items():
-        yield Outside(label, operator, line, reason, times, cost, source)
+            source = frames[-1].text if frames else None
+            alike[Outside(label, seen.operator or operator, called_from(frames), reason, 1, cost, source)] += 1
+    yield from (replace(each, count=times) for each, times in alike.items())
 
 
 def _reason(split: Any) -> str:

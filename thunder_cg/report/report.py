@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -15,7 +14,7 @@ from thunder_cg.analysis.ops import Op
 from thunder_cg.analysis.partition import Region
 from thunder_cg.compat.compiled import changed_since_compiled, original_module
 from thunder_cg.compat.thunder import ThunderModule, bound_functions
-from thunder_cg.errors import CudagraphError, OptionError
+from thunder_cg.errors import OptionError
 from thunder_cg.kernels.fusion import Fusion
 from thunder_cg.report import differences, files, html, schema, terminal, text
 from thunder_cg.report.breaks import GraphBreak, Recompilation, RecompileLimit
@@ -23,7 +22,7 @@ from thunder_cg.report.causes import CauseReport, causes
 from thunder_cg.report.collectives import CollectiveReport, collectives
 from thunder_cg.report.crossings import CrossingReport, crossings
 from thunder_cg.report.differences import Differences
-from thunder_cg.report.dot import dump_dot
+from thunder_cg.report.dot import OfFunction
 from thunder_cg.report.entries import ChangeReport, InputReport, changes, inputs
 from thunder_cg.report.memory import MemoryReport
 from thunder_cg.report.profile import Times, measure
@@ -32,7 +31,7 @@ from thunder_cg.report.step import StepReport
 from thunder_cg.runtime.compilation import changed_part
 from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.region import RuntimeRegion
-from thunder_cg.runtime.skip_reasons import FIXES, HELD_ELSEWHERE, IN_STEP
+from thunder_cg.runtime.skip_reasons import HELD_ELSEWHERE, IN_STEP
 from thunder_cg.step import GraphedStep
 
 
@@ -147,22 +146,8 @@ class TraceReport:
         return Counter(op.verdict for op in self.ops)
 
 
-class _OfFunction:
-    """Where a report came from. It is no field: neither files nor comparisons of reports have it."""
-
-    __slots__ = ("_function",)
-    _function: Callable[[], Any]  # a weak reference, as a report keeps no function
-
-    def _function_for(self, method: str) -> Any:
-        fn = self._function() if hasattr(self, "_function") else None
-        if fn is None:
-            problem = "this report has no function: it is a plan, it was loaded, or its function is gone"
-            raise CudagraphError(f"Report.{method}: {problem}; call thunder_cg.{method}(fn, ...)")
-        return fn
-
-
 @dataclass(frozen=True, slots=True, repr=False)
-class Report(_OfFunction):
+class Report(OfFunction):
     """What became of a compiled function. `print` it, leave it as a notebook cell's last line, `save` it to a file, or
     take `to_dict()`. `differences` compares it with an earlier one, which `load` reads from a file. `profile` adds
     times, and `dump_dot` draws the graph of a region, as long as the function exists."""
@@ -199,14 +184,6 @@ class Report(_OfFunction):
             CudagraphError: the report was loaded from a file, or its function is gone.
         """
         return profile(self._function_for("profile"), *args, **kwargs)
-
-    def dump_dot(self, region: str, path: str | Path) -> None:
-        """Writes the graph of a region to a file for Graphviz: :func:`thunder_cg.dump_dot`.
-
-        Raises:
-            CudagraphError: the report was loaded from a file, or its function is gone.
-        """
-        dump_dot(self._function_for("dump_dot"), region, path)
 
     def show(self) -> None:
         """Prints the text: on a terminal in colour, unless the environment variable NO_COLOR is set."""
@@ -268,7 +245,7 @@ def explain(fn: Any) -> Report | StepReport:
         NotCompiledError: `fn` is not compiled by Thunder, or not with `cudagraph_transform()`.
     """
     if isinstance(fn, GraphedStep):
-        return StepReport.of(fn)
+        return StepReport.of(fn).about(fn)
     return report(fn)
 
 
@@ -279,8 +256,8 @@ def report(fn: Any, times: Mapping[int, Times] | None = None) -> Report:
     programs = [located.program for located in found.programs]
     made = Report(
         traces=traces,
-        outside=found.outside,
-        joined=found.joined,
+        outside=tuple(each for each in found.outside if each.cost),
+        joined=tuple(each for each in found.outside if not each.cost),
         causes=causes(programs, {key: each.ops for key, each in times.items()} if times is not None else None),
         clock=programs[0].backend.name if times and programs else None,
         changes=changes(found.programs),
@@ -300,8 +277,7 @@ def report(fn: Any, times: Mapping[int, Times] | None = None) -> Report:
         compile_failure=found.failure,
         calls=found.calls,
     )
-    object.__setattr__(made, "_function", weakref.ref(fn))
-    return made
+    return made.about(fn)
 
 
 def _set_too_late(jitted: Any) -> Iterator[str]:
@@ -366,7 +342,7 @@ def _trace(located: Located, times: Times) -> TraceReport:
         arena_bytes=sum(arena.nbytes() for arena in program.pair.arenas()),
         collectives=collectives(program),
         crossings=crossings(program),
-        fixes={reason: fix for reason in program.fallbacks if (fix := FIXES.get(reason))},
+        fixes={reason: fix for reason, fix in program.fixes.items() if reason in program.fallbacks},
         awaiting_capture=program.awaiting_capture if located.successor is None else 0,
         inputs=inputs(program) if program.kind == "forward" else (),
         training=program.compilation.training,

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from thunder_cg.analysis.advice import fitting
 from thunder_cg.analysis.rules import RULES, VJP, AliasedInputs, Condition, Evidence, Key, Rule, find
 from thunder_cg.compat.torch import Settings
 
@@ -61,7 +62,7 @@ def _record(rule: Rule) -> Iterator[str]:
     verdict = "captured" if rule.captures else f"eager, {rule.cause.reason.value}"
     yield _entry("verdict", f"{verdict}: {rule.cause.detail}")
     if rule.cause.fix:
-        yield _entry("fix", rule.cause.fix)
+        yield _entry("fix", fitting(rule.cause.fix, str(rule.key[1]), None))
     for condition in rule.conditions:
         yield from _condition(condition)
     yield _entry("memory", _memory(rule.aliases, rule.writes) or "its results are new; it writes no input")

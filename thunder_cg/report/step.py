@@ -12,17 +12,19 @@ from typing import Any
 from thunder_cg.compat.distributed import ProcessGroup
 from thunder_cg.report import files, html, schema, terminal, text
 from thunder_cg.report.collectives import name_of
+from thunder_cg.report.dot import OfFunction
 from thunder_cg.report.memory import MemoryReport
 from thunder_cg.report.units import count
 from thunder_cg.step import GraphedStep
+from thunder_cg.step.calls import StepCollective
 
 _VALUES = re.compile(r"(?<= changed) from .*? to .*?(?= \(see |, in the step|, in each step|;|$)")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class StepReport:
+class StepReport(OfFunction):
     """What became of a step of :func:`thunder_cg.graphed_step`. `print` it, leave it as a notebook cell's last line,
-    `save` it to a file, or take `to_dict()`."""
+    `save` it to a file, or take `to_dict()`; `dump_dot` draws a graph, as long as the step exists."""
 
     function: str
     calls: int
@@ -32,7 +34,7 @@ class StepReport:
     memory: MemoryReport  # the ledger; its recordings are the graphs that are kept
     # What each of these graphs does: its kernels, memcpys and memsets; recorded ops on the tape; nothing if not known.
     nodes: tuple[Mapping[str, int], ...] = ()
-    collectives: tuple[tuple[str, ...], ...] = ()  # of each: how many of which kind, bytes and group, in words
+    collectives: tuple[tuple[str, ...], ...] = ()  # of each: how many of which kind, bytes, group and overlap, in words
     raised: int = 0  # calls whose replay raised an error
 
     @classmethod
@@ -65,6 +67,8 @@ class StepReport:
         replayed = f"{self.replays:,} of {count(self.calls, 'call')} replayed the whole step as one graph"
         raised = f"; {count(self.raised, 'replay')} raised an error" if self.raised else ""
         yield f"Step {self.function}: {replayed}; {count(self.captures, 'capture')}{raised}"
+        if self.is_complete():
+            yield "All calls after the first ones replay: there is nothing to change."
         if self.in_python:
             yield "In Python, with the graphs of the compiled modules in it:"
             yield from (f"  {number:,} x {reason}" for reason, number in self.in_python.items())
@@ -73,6 +77,11 @@ class StepReport:
             if has := [*has, *(self.collectives[number] if self.collectives else ())]:
                 yield f"Graph {number}: {'; '.join(has)}"
         yield from text.memory(self.memory, of_step=True)
+
+    def is_complete(self) -> bool:
+        """Whether no call ran in Python but the first ones of each layout of the batch. Other reasons have a fix."""
+        are_first = all(number <= self.captures and "; " not in why for why, number in self.in_python.items())
+        return self.replays > 0 and are_first and not self.raised
 
     def __str__(self) -> str:
         return terminal.fit("\n".join(self.lines()))
@@ -83,14 +92,16 @@ class StepReport:
         return html.lines(self.lines())
 
 
-def _collectives(communicates: Mapping[ProcessGroup, Sequence[tuple[str, int]]]) -> Iterator[str]:
-    """``"2 all_reduce of 3.0 KiB in the group default_pg of 2 ranks"``."""
+def _collectives(communicates: Mapping[ProcessGroup, Sequence[StepCollective]]) -> Iterator[str]:
+    """``"2 all_reduce of 3.0 KiB in the group default_pg of 2 ranks; 1 can overlap with compute"``."""
     for group, begun in communicates.items():
-        alike: dict[str, list[int]] = {}
-        for name, nbytes in begun:
-            alike.setdefault(name, []).append(nbytes)
-        for name, each in alike.items():
-            yield text.collectives_alike(name, each, name_of(group), group.size(), len(each))
+        alike: dict[str, list[StepCollective]] = {}
+        for each in begun:
+            alike.setdefault(each.name, []).append(each)
+        for name, total in alike.items():
+            nbytes = [each.nbytes for each in total]
+            said = text.collectives_alike(name, nbytes, name_of(group), group.size(), len(total))
+            yield f"{said}; {sum(each.overlaps for each in total):,} can overlap with compute"
 
 
 def _merged(reasons: Mapping[str, int], fixes: Mapping[str, str]) -> Counter[str]:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 _MOST_ALIKE = 3  # traces that differ from another one in the sizes of inputs only
 _MOST_REGIONS = 30  # of a trace, besides those that run eagerly
-_MOST_LINES = 8  # of recordings, and of traces that are not captured, in the ledger
+_MOST_LINES = 8  # of recordings in the ledger
+_MOST_PREVIEWS = 4  # of traces that are not captured
 
 
 def render(report: Report) -> str:
@@ -75,10 +76,14 @@ def collectives_alike(name: str, nbytes: Sequence[int], group: str, ranks: int, 
 
 def memory(ledger: MemoryReport, *, of_step: bool = False) -> Iterator[str]:
     """The ledger: all together, each arena (a memory pool), each recording, and each trace that has none."""
-    if not ledger.arenas and not ledger.previews:
+    has_budget = ledger.budget is not None
+    previews = ledger.previews if has_budget or not (ledger.recordings or of_step) else ()  # they are to be compared
+    if not (ledger.recordings or previews):
         return
-    said = f"Memory of the graphs: {size(ledger.pools)} in {count(len(ledger.arenas), 'memory pool')}"
-    said += f", {size(ledger.workspaces)} in cuBLAS workspaces, {size(ledger.graphs)} in the driver"
+    parts = [f"{size(ledger.pools)} in {count(len(ledger.arenas), 'memory pool')}"] if ledger.arenas else []
+    parts += [f"{size(ledger.workspaces)} in cuBLAS workspaces"] if ledger.workspaces else []
+    parts += [f"{size(ledger.graphs)} in the driver"] if ledger.graphs else []
+    said = f"Memory of the graphs: {', '.join(parts) or 'none yet'}"
     yield said + (f"; memory_budget is {size(ledger.budget)}" if ledger.budget is not None else "")
     version, about = ("graph", "at least") if of_step else ("compiled version", "about")
     for arena in ledger.arenas:
@@ -92,20 +97,21 @@ def memory(ledger: MemoryReport, *, of_step: bool = False) -> Iterator[str]:
         arenas = " and ".join(map(str, recording.arenas))
         needs, without_graphs = size(recording.needs), size(recording.without_graphs)
         gradients = f"gradients {size(recording.gradients)}; " if recording.gradients else ""
+        driver = f"in the driver {graphs}; " if ledger.graphs else ""
         yield (
             f"  {recording.function}, {version} {recording.entry}, {count(recording.replays, 'replay')}: "
             f"needs {about} {needs} of pool {arenas}, and {without_graphs} without graphs; "
-            f"{gradients}copies of inputs {buffers}; in the driver {graphs}; "
+            f"{gradients}copies of inputs {buffers}; {driver}"
             f"copied per call {copied_in} in, {copied_out} out"
         )
-    for preview in ledger.previews[:_MOST_LINES]:
+    for preview in previews[:_MOST_PREVIEWS]:
         needs, without_graphs = size(preview.needs), size(preview.without_graphs)
         which = f"layout {preview.entry} of the batch" if of_step else f"{version} {preview.entry}, {preview.kind}"
         yield (
             f"  {preview.function}, {which}, not captured: "
             f"would need {about} {needs} of a pool, and {without_graphs} without graphs"
         )
-    if more := sum(max(0, len(parts) - _MOST_LINES) for parts in (ledger.recordings, ledger.previews)):
+    if more := max(0, len(ledger.recordings) - _MOST_LINES) + max(0, len(previews) - _MOST_PREVIEWS):
         yield f"  {more:,} more: see explain(fn).memory"
 
 

@@ -9,7 +9,11 @@ Note [Agreement of ranks]
     that replays says nothing, so steady calls cost next to nothing. Who waits for it, or for a late one, runs eagerly
     after a while, and asks again at a later call, for half as long after each time-out, down to a poll, and for longer
     once they have agreed. So one rank that differs costs little, and all can agree again whenever they do the same.
-    A call that raises before it communicates gives its number to the next one, which meets those that wait for it.
+    A call that raises before it communicates gives its number to the next one, which meets those that wait for it. It
+    has communicated once PyTorch has issued something, or a graph with its collectives was launched. A rank may also
+    make what others call by itself, as `Join` does for one without batches, and count less. So whoever hears twice in a
+    row that another rank is the same number of calls ahead counts on from there. If that rank was only early, it counts
+    less then, and hears of it likewise.
 
 Note [Meetings]
     A rank that needs a capture while the others replay would stay eager, and all would wait for it. So it asks for a
@@ -42,8 +46,11 @@ Note [Same options]
     when a function first has such collectives in a group, each rank puts its options into the group's store, and
     compares those of all others. The functions of a group are numbered in the order in which they first do so, which is
     that of all ranks. A rank waits for the others as long as a collective does: they may be late, and one that has
-    compiled without the transform, and has Thunder's order, never answers. Later versions of a function, for other
-    shapes, ask nothing. The user's own collectives keep their order and have launches of their own, with any options.
+    compiled without the transform, and has Thunder's order, never answers. But a rank may compile anew what the others
+    go on with. If all functions up to then have had its options on all ranks, so has what they run. So it waits for
+    `_TIMEOUT` only, says that it is alone, and does not count the function, as the others do not. Later versions of a
+    function, for other shapes, ask nothing. The user's own collectives keep their order and have launches of their own,
+    with any options.
 
 Note [The end of a group]
     NCCL's communicator waits, on its way out, until all graphs that hold it are gone. So before a group is shut down or
@@ -78,6 +85,7 @@ _MEETING_TIMEOUT = 0.5  # seconds
 _SILENCE = 10.0  # seconds after which the log says what a rank waits for, and does so again
 _NO, _NEVER, _NOTHING = "no: ", "never: ", ""
 _HAS = " again"  # ends a vote of one that could replay
+_ALONE = "alone: "  # begins the options of a function that only this rank has compiled
 
 
 class HoldsGroups(Protocol):
@@ -88,7 +96,9 @@ class HoldsGroups(Protocol):
 
 
 _Number = tuple[int, ...]  # of a call; that of one in a step begins with the step's
-_Issued = weakref.WeakKeyDictionary[ProcessGroup, dict[str, int]]  # collectives of PyTorch, by kind of device
+# By the time that a call begins: the collectives of PyTorch, by kind of device. Empty once the call has communicated in
+# a graph, which PyTorch does not count.
+_Issued = weakref.WeakKeyDictionary[ProcessGroup, dict[str, int]]
 
 
 class _GroupState:
@@ -102,14 +112,17 @@ class _GroupState:
         self.key = key
         self.place: _Number = ()  # the call that its calls are numbered within
         self.calls = 0  # that communicate in it
-        self._before: _Issued | None = None  # the last of them, unless that only replays, which PyTorch does not count
+        self._before: _Issued | None = None  # the last of them
+        self.behind = 0  # how many more another rank had counted, when this one last heard of it
         self.is_captured = False  # whether they are in the capture of a step, and so are none
         self.generation: int | None = None  # see Note [Keys in the store]
         self.timeouts = 0  # since the ranks last agreed, and half of those before
         self.meeting = 0  # the last call of the meeting that is or was
         self.next_request, self.pause = 0, 1  # the call after which this rank may ask for a meeting, and periods then
         self.is_closed = False  # whether it has been shut down or aborted
-        self.functions = 0  # with Thunder's collectives in it, that have been called: see Note [Same options]
+        # See Note [Same options].
+        self.functions = 0  # with Thunder's collectives in it, that have been called
+        self.options: str | None = None  # of all of them, on all ranks; None if they differ
         self.holders: weakref.WeakSet[HoldsGroups] = weakref.WeakSet()
         self.keep_eager: weakref.WeakSet[object] = weakref.WeakSet()  # programs that no graph is to hold
 
@@ -129,6 +142,13 @@ class _GroupState:
                 issued and distributed.is_alive(group) and distributed.progress(group) == issued
                 for group, issued in before.items()
             )
+
+    def catch_up(self, number: _Number, other: _Number) -> None:
+        """Another rank has said ``other`` of its last call, and this one has asked with ``number``."""
+        if self.place == number[:-1] == other[:-1]:
+            behind, self.behind = self.behind, other[-1] - number[-1]
+            if behind == self.behind:
+                self.calls, self.behind = self.calls + behind, 0
 
     def meets(self) -> bool:
         """Whether the next call is one of a meeting. Calls in a step are none."""
@@ -229,6 +249,7 @@ class Round:
                 raise
         for group in self._numbers if not (self._has_agreed or all_could) else ():
             _states[group].timeouts //= 2  # the others are there again
+            _states[group].behind = 0
         self._has_agreed = True
         return all_could
 
@@ -347,8 +368,8 @@ def _other_ranks(group: ProcessGroup) -> list[tuple[int, int]]:
 
 def _count(groups: Iterable[ProcessGroup], clock: _Clock | None, before: _Issued | None = None) -> None:
     """Counts a call that communicates in the groups, and that meets others by this clock."""
-    states = {group: _states[group] for group in groups}
-    for group, state in (*states.items(), *([clock] if clock is not None and clock[0] not in states else [])):
+    states = [(group, _states[group]) for group in groups]
+    for group, state in (*states, *([clock] if clock is not None and clock not in states else [])):
         state.begin_call(before)
         if state.calls % _PERIOD == 0 and not state.place and distributed.is_alive(group):
             _look_for_meeting(group, state)
@@ -363,6 +384,7 @@ def _vote(group: ProcessGroup, number: _Number, stage: str, rank: int, deadline:
         said = [put.split(" ", 1) for key in keys if (put := _get(store, key)) is not None]
         calls = {tuple(map(int, text.split("."))): vote for text, vote in said if vote != _NOTHING}
         if number not in calls and calls and (latest := max(calls)) > number:
+            _states[group].catch_up(number, latest)
             now = f"it is at call {_text(latest)} that communicates in the group, and this rank at {_text(number)}"
             return f"{_NO}{now}; call modules and steps on all ranks alike"
         return calls.get(number)
@@ -403,6 +425,7 @@ class Collectives:
     ) -> None:
         self._groups, self._asks, self._watch = list(groups), asks, watch
         self._together = groups if together is None else together
+        self._before: _Issued = weakref.WeakKeyDictionary()  # the call under way
         for group in groups:
             _states.setdefault(group, _GroupState())
 
@@ -423,20 +446,22 @@ class Collectives:
         """Whether the next call is one of a meeting."""
         return self._asks and _meets(self._clock)
 
-    def next_round(self, *, replays: bool = False) -> Round:
+    def next_round(self) -> Round:
         """To be called once for each call that communicates, before its first collective."""
         opened = Round(self._groups, asks=self._asks, together=self._together)
         issued = ((group, distributed.progress(group)) for group in self._groups)
-        _count(self._groups, self._clock, None if replays else weakref.WeakKeyDictionary(issued))
+        self._before = weakref.WeakKeyDictionary(issued)
+        _count(self._groups, self._clock, self._before)
         return opened
 
     def count_replay(self) -> None:
         """Counts a call that only replays, which says nothing."""
         _count(self._groups, self._clock)
-        self.watch()
+        self._watch(self._groups)
 
-    def watch(self) -> None:
-        """Has a replay watched."""
+    def note_launch(self) -> None:
+        """A graph with collectives of the call under way was launched."""
+        self._before.clear()
         self._watch(self._groups)
 
 
@@ -477,21 +502,36 @@ class SameOptions:
     @_timed()
     def _compare(self, group: ProcessGroup, label: str) -> str:
         """Tells the other ranks the options; in which rank's they differ, and how, "" if in none."""
-        state, store = _states[group], distributed.store(group)
-        state.functions += 1
-        key, limit = f"thunder_cg/{_generation(group)}/options/{state.functions}", distributed.timeout(group)
-        store.set(f"{key}/{group.rank()}", json.dumps(self._options))
-        deadline, problems = time.monotonic() + limit, []
+        state, store, said = _states[group], distributed.store(group), json.dumps(self._options)
+        key = f"thunder_cg/{_generation(group)}/options/{state.functions + 1}"
+        store.set(f"{key}/{group.rank()}", said)
+        are_usual, is_alone, problems = state.options == said, False, []
+        limit = _TIMEOUT if are_usual else distributed.timeout(group)
+        deadline = time.monotonic() + limit
         for index, rank in _other_ranks(group) if self._waits else ():
             what = f"{label}: waits for rank {rank}, which has to run it, compiled with the same options,"
-            if (put := _awaited(partial(_get, store, f"{key}/{index}"), deadline, what)) is None:
+            put = _awaited(partial(_options_of, store, f"{key}/{index}", said), deadline, what)
+            if put is None and not are_usual:
                 problem = "has run no function that was compiled with the transform and communicates"
                 problems.append(f"rank {rank} {problem}, in {limit:g} s")
+            elif put is None or put.startswith(_ALONE):
+                is_alone = True
             else:
-                said = json.loads(put)
-                differ = [name for name, value in self._options.items() if said.get(name) != value]
-                problems += [f"rank {rank} has {name}={said.get(name)}, not {self._options[name]}" for name in differ]
+                theirs = json.loads(put)
+                differ = [name for name, value in self._options.items() if theirs.get(name) != value]
+                problems += [f"rank {rank} has {name}={theirs.get(name)}, not {self._options[name]}" for name in differ]
+        if is_alone and not problems:
+            store.set(f"{key}/{group.rank()}", _ALONE + said)
+        else:
+            state.options = said if not problems and (are_usual or not state.functions) else None
+            state.functions += 1
         return "; ".join(problems)
+
+
+def _options_of(store: Store, key: str, mine: str) -> str | None:
+    """What another rank has said; None if it has said nothing, or has other options in a function of its own."""
+    put = _get(store, key)
+    return None if put is not None and put.startswith(_ALONE) and put != _ALONE + mine else put
 
 
 def keep_eager(groups: Sequence[ProcessGroup], program: object) -> None:

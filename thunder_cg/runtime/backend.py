@@ -179,6 +179,9 @@ class Backend(Protocol):
         operation that got it.
         """
 
+    def captured_nodes(self) -> int:
+        """How many operations this thread has captured up to now, on its current stream; 0 if that is not known."""
+
     def fusion(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """``fn``, a compiled fusion, as a region has to call it."""
 

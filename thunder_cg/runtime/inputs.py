@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from thunder_cg.compat.torch import is_zero_tensor, neg_view
+from thunder_cg.compat.torch import is_zero_tensor, read_as
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.backend import Pool
 from thunder_cg.runtime.tensors import ALIGNMENT, flat, overlaps_itself, span, view_of_storage
@@ -40,9 +40,7 @@ def static_buffer(pool: Pool, like: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode(like.is_inference()):
         memory = pool.memory(max(1, (shift + span(like)) * item))
         buffer = view_of_storage(memory, like.dtype, shift, like.size(), like.stride())
-        if like.is_conj():
-            buffer = buffer.conj()
-        return neg_view(buffer) if like.is_neg() else buffer
+        return read_as(buffer, conj=like.is_conj(), neg=like.is_neg())
 
 
 def place(

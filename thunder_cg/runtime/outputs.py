@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from thunder_cg.compat.cuda import current_device
-from thunder_cg.compat.torch import autograd_base, empty_strided, is_view, is_zero_tensor, neg_view, storage_id
+from thunder_cg.compat.torch import autograd_base, empty_strided, is_view, is_zero_tensor, read_as, storage_id
 from thunder_cg.runtime.early_outputs import CopiedEarly
 from thunder_cg.runtime.tensors import (
     ALIGNMENT,
@@ -220,9 +220,7 @@ def _view_of_input(tensor: torch.Tensor, source: AliasedInput) -> MakeOutput:
 
     def general(of: torch.Tensor) -> torch.Tensor:
         at = pointer(of) - address(of) + shift_bytes
-        view = tracked_view(of, dtype, at // dtype.itemsize, size, stride)
-        view = view.conj() if conj else view
-        return neg_view(view) if neg else view
+        return read_as(tracked_view(of, dtype, at // dtype.itemsize, size, stride), conj=conj, neg=neg)
 
     make = simple if source.dtype == dtype and source.conj == conj and not neg else general
     if not is_view(tensor):
@@ -252,8 +250,7 @@ class _Part:
     def of(self, memory: torch.Tensor) -> torch.Tensor:
         """The result as a view of ``memory``, or with the version of ``memory`` alone."""
         view = tracked_view(memory, self.dtype, self.offset, self.size, self.stride)
-        view = view.conj() if self.is_conj else view
-        view = neg_view(view) if self.is_neg else view
+        view = read_as(view, conj=self.is_conj, neg=self.is_neg)
         return view if self.is_view else view.detach()
 
 

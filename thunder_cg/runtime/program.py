@@ -20,6 +20,7 @@ from thunder_cg.analysis.memory import MemoryEstimate, parameter_gradients
 from thunder_cg.analysis.ops import process_groups
 from thunder_cg.analysis.partition import PlannedTrace, Region
 from thunder_cg.analysis.rules import Reason
+from thunder_cg.analysis.sources import calling_line
 from thunder_cg.analysis.undefined import Routes
 from thunder_cg.compat.torch import backward_keeps_graph
 from thunder_cg.errors import CaptureError, RanksDiffer
@@ -118,6 +119,7 @@ class Program:
         self.routes: Routes = ()  # of a backward
         self.remark: str | None = None  # what the user should know besides
         self.fallbacks: Counter[str] = Counter()
+        self.fixes: dict[str, str] = {}  # what would change a reason of these, where known
         # After so many calls, the next replay is verified.
         self.verify_after = 0 if isinstance(self.options.verify, int) else sys.maxsize
         self._is_quarantined = False
@@ -217,7 +219,7 @@ class Program:
         if self.collectives is None:
             return call
         meets = self.collectives.meets()
-        call.round = self.collectives.next_round(replays=call.mode is Mode.REPLAY)
+        call.round = self.collectives.next_round()
         if call.mode in (Mode.WARMUP, Mode.EAGER):
             call.round.decline("it warms up" if call.mode is Mode.WARMUP else "it runs eagerly")
         elif meets:
@@ -500,16 +502,15 @@ class Program:
             self.budget.keeps(call)
         elif call.mode is Mode.CAPTURE:
             self._keep_recording(call)
-        if call.mode in (Mode.CAPTURE, Mode.REPLAY):
-            if self.regions and all(region.is_deselected for region in self.regions):
-                self.eager_calls += 1
-                self.count_fallback(skip_reasons.DESELECTED, "")
-            if self.collectives is not None:
-                self.collectives.watch()
+        replays = call.mode in (Mode.CAPTURE, Mode.REPLAY)
+        if replays and self.regions and all(region.is_deselected for region in self.regions):
+            self.eager_calls += 1
+            self.count_fallback(skip_reasons.DESELECTED, "")
 
     def _keep_recording(self, call: Call) -> None:
         """Has later calls replay what the call recorded, if nothing failed and the memory budget has room for it."""
-        self._warm.add_captured(call.key)
+        if call.key in self._warm:
+            self._warm[call.key] = True
         recording, trace = call.recording, call.trace
         assert recording is not None and trace is not None
         if self._begins_calls:
@@ -554,6 +555,11 @@ class Program:
     def count_fallback(self, reason: str, fix: str) -> None:
         """Counts a call, or a region of it, that runs eagerly. The log warns once of each reason that has a fix."""
         self.fallbacks[reason] += 1
+        if reason in skip_reasons.FIXES:
+            if reason not in self.fixes:
+                line = calling_line()
+                self.fixes[reason] = f"at {line}, {fix}" if line is not None else fix
+            fix = self.fixes[reason]
         warns = bool(fix) and reason not in self._warned
         self._warned.add(reason)
         said = reason if not fix or reason.endswith(fix) else f"{reason}; {fix}"

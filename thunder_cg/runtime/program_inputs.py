@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -83,38 +83,18 @@ class ProgramInputs:
         return None
 
 
-class WarmLayouts:
-    """The keys of `ProgramInputs` that were warmed up, in their order, and which of them were captured since."""
-
-    def __init__(self) -> None:
-        self._keys: dict[Any, None] = {}
-        self._captured: set[Any] = set()
-
-    def __contains__(self, key: Any) -> bool:
-        return key in self._keys
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._keys)
-
-    def __len__(self) -> int:
-        return len(self._keys)
+class WarmLayouts(dict[Any, bool]):
+    """The keys of `ProgramInputs` that were warmed up, in their order, and whether each was captured since."""
 
     def add(self, key: Any) -> None:
-        if len(self._keys) >= _MAX_LAYOUTS:
+        if len(self) >= _MAX_LAYOUTS:
             self.clear()
-        self._keys[key] = None
-
-    def add_captured(self, key: Any) -> None:
-        self._captured.add(key)
-
-    def clear(self) -> None:
-        self._keys.clear()
-        self._captured.clear()
+        self.setdefault(key, False)
 
     @property
     def awaiting_capture(self) -> int:
         """How many were warmed up, and are captured when they come again."""
-        return len(self._keys.keys() - self._captured)
+        return [*self.values()].count(False)
 
 
 class Moves:

@@ -132,7 +132,7 @@ class RuntimeRegion:
                 if graph.admits(args):
                     verifies = call.verifies and not self.communicates
                     try:
-                        results = self._verify(call, graph, args) if verifies else graph.replay(args)
+                        results = self._verify(call, graph, args) if verifies else self._replay(call, graph, args)
                         self.stats.replays += 1
                         return results
                     except ReplayRefused as error:
@@ -156,6 +156,12 @@ class RuntimeRegion:
         elif call.mode is Mode.WARMUP and not self.stays_eager:
             return self._warm_up(call, args)
         return self._run_eagerly(call, args)
+
+    def _replay(self, call: Call, graph: RegionGraph, args: Sequence[Any]) -> Sequence[Any]:
+        results = graph.replay(args)
+        if self.communicates and call.program.collectives is not None:
+            call.program.collectives.note_launch()
+        return results
 
     def _verify(self, call: Call, graph: RegionGraph, args: Sequence[Any]) -> Sequence[Any]:
         """A replay that is compared with an eager run, which wins."""
@@ -478,7 +484,7 @@ class RuntimeRegion:
         graph.guarded, graph.guard = self._late_guard(call, tensors, in_pool, static)
         graph.fixed = [pool.alias(p) if i in graph.outputs.fixed else None for i, p in enumerate(produced)]
         try:
-            results = self._verify(call, graph, args) if verifies else graph.replay(args)
+            results = self._verify(call, graph, args) if verifies else self._replay(call, graph, args)
         except ReplayRefused:
             raise
         except Exception as error:

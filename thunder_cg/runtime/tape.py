@@ -75,6 +75,9 @@ class TapeBackend:
         recorded = ((_name_of(step), tensor) for step in _active.tape.steps for tensor in _tensors_in(step))
         return {tensor.data_ptr(): name for name, tensor in recorded if compat.has_storage(tensor)}
 
+    def captured_nodes(self) -> int:
+        return len(_active.tape.steps)
+
     def fusion(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """A dispatch mode cannot see into a compiled fusion: on the tape it is one call."""
 

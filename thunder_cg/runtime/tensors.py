@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from thunder_cg.compat.torch import copy_all_, is_zero_tensor, may_overlap_itself, neg_view
+from thunder_cg.compat.torch import copy_all_, is_zero_tensor, may_overlap_itself, read_as
 
 ALIGNMENT = 16  # bytes: kernels choose vector widths by the alignment of their operands, and so the order of a sum
 
@@ -55,7 +55,8 @@ def same_tensors(tensors: Sequence[Any]) -> dict[int, int]:
     ids = [*map(id, tensors)]
     if len({*ids}) == len(ids):
         return {}
-    return {i: first for i, each in enumerate(ids) if (first := ids.index(each)) != i}
+    first: dict[int, int] = {}
+    return {i: at for i, each in enumerate(ids) if (at := first.setdefault(each, i)) != i}
 
 
 Layout = tuple[Any, ...]
@@ -117,8 +118,7 @@ def tracked_view(
     tensor: torch.Tensor, dtype: torch.dtype, offset: int, size: Sequence[int], stride: Sequence[int]
 ) -> torch.Tensor:
     """Like `view_of_storage`, but autograd knows the view: a write to one shows in the version of both."""
-    tensor = tensor.conj() if tensor.is_conj() else tensor
-    tensor = neg_view(tensor) if tensor.is_neg() else tensor
+    tensor = read_as(tensor, conj=tensor.is_conj(), neg=tensor.is_neg())
     if tensor.dtype != dtype:
         items = tensor.untyped_storage().nbytes() // tensor.element_size()
         items -= items % max(1, dtype.itemsize // tensor.element_size())

@@ -33,9 +33,10 @@ import threading
 import time
 import types
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -113,6 +114,24 @@ _PASS_ON = {"torch.cuda.random", "torch.random", "torch.serialization"}
 _OF_NO_OBJECT = {types.ModuleType, type, types.NoneType}  # types of what functions of C belong to
 
 
+@dataclass(slots=True)
+class StepCollective:
+    """One collective of a step."""
+
+    name: str
+    nbytes: int  # of what it reads, or of what it writes, whichever is more
+    overlaps: bool = False  # whether the graph has other work between its start and its wait
+
+
+class _Pending(NamedTuple):
+    """A collective that nobody has waited for yet."""
+
+    result: Work | torch.Tensor  # kept, so that nothing else has its identity or its memory
+    line: str  # where it is called
+    collective: StepCollective
+    began: int  # how much other work had been captured
+
+
 class Calls:
     """The user's functions that run between `watch` and `end`, as a profiler of Python is told of them.
 
@@ -122,8 +141,8 @@ class Calls:
     Attributes:
         found: each function, and what it is bound to, once they were looked for.
         objection: something that runs and that no replay would do, in words; None if nothing does.
-        groups: that they communicate in, each with the names of its collectives and their bytes, in order.
-        pending: those that nobody has waited for yet, by identity or by where a result is, and where they are called.
+        groups: that they communicate in, each with its collectives, in order.
+        pending: those that nobody has waited for yet, by identity or by where a result is.
         communicated: addresses of tensors that they got, with their names. NCCL's kernels may find them in memory.
         written: addresses of storages that they write to, and where they are called. No version counts such a write.
         looks_up_unseen: whether something ran that looks attributes up in another way than Python's: what Dynamo has
@@ -157,10 +176,11 @@ class Calls:
 
     def forget_collectives(self) -> None:
         """Before a capture, which may be the second one of a call."""
-        self.groups: dict[ProcessGroup, list[tuple[str, int]]] = {}
-        self.pending: dict[int, tuple[Work | torch.Tensor, str]] = {}
+        self.groups: dict[ProcessGroup, list[StepCollective]] = {}
+        self.pending: dict[int, _Pending] = {}
         self.communicated: dict[int, str] = {}
         self.written: dict[int, str] = {}
+        self._began = self._of_collectives = 0  # nodes before the last collective, and of all, in what is captured
 
     def watch(self) -> None:
         """Begins to watch the calling thread. `CaptureLater` if it is watched by somebody else."""
@@ -200,6 +220,8 @@ class Calls:
             self.raised = self.raised or f"{called.__name__}() raised an error while capturing{_line(frame, True)}"
 
     def _note_call(self, frame: types.FrameType, code: types.CodeType) -> None:
+        if functional_call(frame) is not None:
+            self._began = self._work()
         if code.co_name == "__init__" and code.co_argcount:
             self._new.add(id(frame.f_locals.get(code.co_varnames[0])))
         self._object_to(frame)
@@ -279,13 +301,26 @@ class Calls:
         if self.objection is None and (found := uncapturable(frame, method)) is not None:
             self._object(frame, f"{found[0]}{{at}}", found[1])
 
-    def told_of_collectives(self) -> AbstractContextManager[None]:
+    def told_of_collectives(self, captured_nodes: Callable[[], int]) -> AbstractContextManager[None]:
         """Inside, the collectives of the thread that is watched are noted."""
+        self._captured_nodes = captured_nodes
         return told_of_collectives(self._note_collective, self._note_work, self._note_use)
+
+    def _work(self) -> int:
+        """How much has been captured, but for collectives."""
+        return self._captured_nodes() - self._of_collectives
+
+    def _note_begun(self, collective: StepCollective, results: Mapping[int, Work | torch.Tensor], line: str) -> None:
+        self._of_collectives = self._captured_nodes() - self._began
+        self.pending |= {key: _Pending(result, line, collective, self._began) for key, result in results.items()}
+
+    def _note_wait(self, key: int) -> None:
+        if (waited := self.pending.pop(key, None)) is not None:
+            waited.collective.overlaps |= self._work() > waited.began
 
     def _note_work(self, work: Work, frame: types.FrameType) -> None:
         if threading.get_ident() == self._thread:
-            self.pending[id(work)] = work, _line(frame)
+            self._note_begun(self._last, {id(work): work}, _line(frame))
 
     def _note_use(self, method: str, frame: types.FrameType, work: Work) -> None:
         if threading.get_ident() != self._thread:
@@ -293,7 +328,7 @@ class Calls:
         if method == "is_completed":  # never, in a capture
             problem = f"the host asks whether a collective is done{_line(frame)}"
             raise CaptureRefused(f"{problem}; call wait() of what it returns")
-        self.pending.pop(id(work), None)
+        self._note_wait(id(work))
 
     def _note_collective(self, method: str, frame: types.FrameType, args: tuple[Any, ...]) -> None:
         """Notes what `torch.distributed` calls, which keeps the group in a variable."""
@@ -301,8 +336,9 @@ class Calls:
             return
         self._object_to(frame, method)
         name = frame.f_code.co_name
+        self._last, self._began = StepCollective(name, _nbytes(args)), self._work()
         if is_torchs_own(frame) and isinstance(group := frame.f_locals.get("group"), ProcessGroup):
-            self.groups.setdefault(group, []).append((name, _nbytes(args)))
+            self.groups.setdefault(group, []).append(self._last)
         else:
             fix = "call the function of torch.distributed"
             self._object(frame, "it calls a method of a process group itself{at}", fix, weak=True)
@@ -322,12 +358,13 @@ class Calls:
             return
         if group is None:
             for tensor in tensors if name == "wait_tensor" else ():
-                self.pending.pop(address_if_any(tensor), None)
+                self._note_wait(address_if_any(tensor))
             return
-        self.groups.setdefault(group, []).append((name, _nbytes((args, results))))
+        collective, line = StepCollective(name, _nbytes((args, results))), _line(frame)
+        self.groups.setdefault(group, []).append(collective)
         self.communicated |= {tensor.data_ptr(): name for tensor in tensors if has_storage(tensor)}
-        self.written |= dict.fromkeys(map(address_if_any, results), _line(frame))  # some are arguments
-        self.pending |= {address_if_any(tensor): (tensor, _line(frame)) for tensor in results}
+        self.written |= dict.fromkeys(map(address_if_any, results), line)  # some are arguments
+        self._note_begun(collective, {address_if_any(tensor): tensor for tensor in results}, line)
 
     def _is_of_graph(self, value: Any) -> bool:
         """Whether a value is a tensor on the device, which is the host itself for a tape."""
@@ -496,7 +533,6 @@ def _owner(frame: types.FrameType, code: types.CodeType) -> Any:
 
 
 def _nbytes(sides: Iterable[Any]) -> int:
-    """Bytes of what a collective reads, or of what it writes, whichever is more."""
     return max(sum(tensor.nbytes for tensor in tensors_in(side)) for side in sides)
 
 

@@ -92,7 +92,7 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
     Args:
         facts: of the state. They and ``roots`` name the optimizers.
     """
-    label = change.removeprefix("len(").removeprefix("what ").partition(" ")[0]
+    label = subject(change).partition(" ")[0]
     named = {name: fact.value for name, fact in facts.items() if isinstance(fact, Same)} | dict(roots)
     owners = [value for name, value in named.items() if label.startswith(f"{name}.")]
     optimizer = next((value for value in owners if isinstance(value, Optimizer)), None)

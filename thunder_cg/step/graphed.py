@@ -435,7 +435,7 @@ class GraphedStep:
                 problem = "it communicates in other groups than the call before, in which another thread may have"
                 fix = "call the functions of torch.distributed, since those that C++ calls are not seen"
                 raise RanksDiffer(f"{problem}; {fix}", may_pass=True)
-            votes.ask(_AFTER, {group: " ".join(name for name, _ in begun) for group, begun in calls.groups.items()})
+            votes.ask(_AFTER, {group: " ".join(each.name for each in begun) for group, begun in calls.groups.items()})
 
         if any_autocast_enabled():
             torch.clear_autocast_cache()

@@ -48,7 +48,7 @@ from thunder_cg.runtime.outputs import AliasedInput, Outputs
 from thunder_cg.runtime.recording import RecordingUse
 from thunder_cg.runtime.tensors import address_if_any, copy_all, is_plain, layout, same_tensors
 from thunder_cg.step.averages import known_to_be_positive
-from thunder_cg.step.calls import Calls
+from thunder_cg.step.calls import Calls, StepCollective
 from thunder_cg.step.facts import ATOMS
 from thunder_cg.step.fixes import change_between, fix_of_argument, fix_of_change, fix_of_moved
 from thunder_cg.step.gradients import (
@@ -211,7 +211,7 @@ class StepRecording(RecordingUse):
     last_call: int = 0  # of the step that used it
     without_graphs: int = 0  # what a call in Python has allocated at a time, at least
     collectives: Collectives | None = None  # that it holds
-    communicates: Mapping[ProcessGroup, Sequence[tuple[str, int]]] = field(default_factory=dict)  # see `Calls.groups`
+    communicates: Mapping[ProcessGroup, Sequence[StepCollective]] = field(default_factory=dict)  # see `Calls.groups`
     before: tuple[Snapshot, GradientsBefore] | None = None  # the capture, until the first replay
 
     def arenas(self) -> list[Arena]:
@@ -343,15 +343,16 @@ class _Body:
             with (
                 hidden_capture(is_constant),
                 known_to_be_positive(self._state.averages),
-                self._calls.told_of_collectives(),
+                self._calls.told_of_collectives(backend.captured_nodes),
                 self._carry() as left,
                 watched,
             ):
                 result = self._batch.call(self._fn, self._buffers)
         finally:
             self._calls.end()
-        for _, line in self._calls.pending.values():  # on a GPU, its memory would be used again while it runs
-            raise CaptureRefused(f"a collective is not waited for in the step{line}; call wait() of what it returns")
+        for each in self._calls.pending.values():  # on a GPU, its memory would be used again while it runs
+            problem = f"a collective is not waited for in the step{each.line}"
+            raise CaptureRefused(f"{problem}; call wait() of what it returns")
         leaves, structure = tree_flatten(result)
         device = self._state.device
         for leaf in leaves:
@@ -565,10 +566,7 @@ class StepCapture:
     def _record(self, before: GradientsBefore) -> StepRecording:
         state, batch = self.state, self.batch
         pool = self.arena.pool(state.device)
-        carried = state.carried_tensors()
-        inputs = [*batch.tensors, *carried]
-        if (problem := _shared(batch.tensors, carried, _storages([*state.memory, *before.memory]))) is not None:
-            raise CaptureLater(problem)
+        inputs = self._inputs(before)
         memory = {at: tensor for at, tensor in memory_of_tensors(state.device).items() if at not in before.moved}
         copied, buffers = place(pool, inputs, frozenset(), same_tensors(inputs))
         copy_all([each.target for each in copied], [each.source(inputs) for each in copied])
@@ -621,6 +619,13 @@ class StepCapture:
                 *settings_in(self.calls.of_torch, self.calls.getters),
             ],
         )
+
+    def _inputs(self, before: GradientsBefore) -> list[Tensor]:
+        """The tensors of the batch and those that are carried; `CaptureLater` if they share memory with others."""
+        batch, carried = self.batch.tensors, self.state.carried_tensors()
+        if (problem := _shared(batch, carried, _storages([*self.state.memory, *before.memory]))) is not None:
+            raise CaptureLater(problem)
+        return [*batch, *carried]
 
     def _touched(self, versions: Sequence[int], buffers: Sequence[Tensor]) -> list[Tensor]:
         """The tensors of the state that the step writes to; `CaptureRefused` if it writes to an argument.

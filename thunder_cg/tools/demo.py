@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from thunder_cg import cudagraph_transform, explain
 from thunder_cg.progress import Progress
 from thunder_cg.tools.measuring import backend_of, deterministic_algorithms, one_thread, synchronize
+from thunder_cg.verify.compare import bits
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable
@@ -123,20 +124,25 @@ class Block(nn.Module):
 class CharacterGPT(nn.Module):
     """A character-level GPT. A call returns the loss."""
 
-    def __init__(self, settings: DemoSettings, vocabulary: int) -> None:
+    def __init__(self, settings: DemoSettings, vocabulary: int, *, bias: bool = True) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, settings.width)
         self.positions = nn.Embedding(settings.context, settings.width)
         self.blocks = nn.ModuleList(Block(settings) for _ in range(settings.layers))
         self.norm = nn.LayerNorm(settings.width)
-        self.head = nn.Linear(settings.width, vocabulary)
+        self.head = nn.Linear(settings.width, vocabulary, bias=bias)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats; `tokens` and `targets` are int64, (batch, context)."""
-        x = self.tokens(tokens) + self.positions.weight
+        logits = self.logits(self.tokens(tokens) + self.positions.weight)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def logits(self, x: Tensor) -> Tensor:
+        """(batch, length, width) to (batch, length, vocabulary)."""
         for block in self.blocks:
             x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
 
 class Cache(nn.Module):
@@ -174,6 +180,13 @@ class Decoder(nn.Module):
         The position is a tensor, so that one graph serves all positions; a number would be a constant of the graph.
         `.item()` waits for the GPU, which a graph cannot do: it is the only op here that stays eager.
         """
+        logits = self.logits(token, position).flatten()
+        chosen = torch.multinomial(torch.softmax(logits / TEMPERATURE, dim=0), 1)
+        number: Any = chosen.item()
+        return chosen, number
+
+    def logits(self, token: Tensor, position: Tensor) -> Tensor:
+        """Those after `token`, (1, 1, vocabulary)."""
         x = (self.model.tokens(token) + self.model.positions(position)).unsqueeze(0)
         seen = (self.places <= position).view(1, 1, 1, -1)
         block: Any  # nn.ModuleList knows its items as modules only
@@ -181,10 +194,8 @@ class Decoder(nn.Module):
             query, key, value = block.project(x)
             keys, values = cache(position, key, value)
             x = block.finish(x, F.scaled_dot_product_attention(query, keys, values, attn_mask=seen))
-        logits = self.model.head(self.model.norm(x)).flatten()
-        chosen = torch.multinomial(torch.softmax(logits / TEMPERATURE, dim=0), 1)
-        number: Any = chosen.item()
-        return chosen, number
+        logits: Tensor = self.model.head(self.model.norm(x))
+        return logits
 
 
 # ----------------------------------------------------------------------------------------------------------------- text
@@ -325,7 +336,7 @@ def differences(plain: DemoRun, captured: DemoRun) -> list[str]:
     for name, a in plain.parameters.items():
         b = captured.parameters[name]
         if not same_bits(a, b):
-            unlike = int((_bytes(a) != _bytes(b)).view(a.numel(), -1).any(dim=1).sum())
+            unlike = int((bits(a) != bits(b)).sum())
             furthest = float((a - b).abs().max())
             found.append(f"parameter {name}: {unlike} of {a.numel()} elements differ, by up to {furthest:.3g}")
     for place, (x, y) in enumerate(zip(plain.text, captured.text, strict=True), 1):
@@ -335,12 +346,8 @@ def differences(plain: DemoRun, captured: DemoRun) -> list[str]:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal as bytes: unlike in `torch.equal`, 0.0 is not -0.0, and a NaN is itself."""
-    return torch.equal(_bytes(a), _bytes(b))
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    """Unlike in `torch.equal`, 0.0 is not -0.0, and a NaN is itself."""
+    return torch.equal(bits(a), bits(b))
 
 
 # --------------------------------------------------------------------------------------------------------------- output

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import thunder
 import torch
@@ -24,7 +25,7 @@ FOLDER = Path(__file__).parent / "results"
 """The result files of this release; a wheel has none of them."""
 
 R = TypeVar("R", bound="MeasuredResults")
-Row = TypeVar("Row")
+OfRows = TypeVar("OfRows", bound="RowResults")
 
 
 @dataclass(slots=True)
@@ -92,9 +93,41 @@ class MeasuredResults:
         return results
 
 
-def with_row(rows: Iterable[Row], row: Row, key: Callable[[Row], Any]) -> list[Row]:
-    """The rows in the order of their keys, with ``row`` in the place of an earlier one that has its key."""
-    return sorted([*(other for other in rows if key(other) != key(row)), row], key=key)
+@dataclass(slots=True)
+class RowResults(MeasuredResults):
+    """Results that are rows. A tool derives its own class, which sets the attributes.
+
+    Attributes:
+        make_row: the dataclass of a row.
+        identity: fields of a row. A new row takes the place of the one that has the same values there.
+        note: says in the file what its numbers are.
+    """
+
+    rows: list[Any] = field(default_factory=list)
+    make_row: ClassVar[Callable[..., Any]]
+    identity: ClassVar[tuple[str, ...]]
+    note: ClassVar[str] = ""
+
+    def add(self, rows: Sequence[Any], *orders: Sequence[str]) -> None:
+        """Adds rows, in place of those of an earlier run.
+
+        Args:
+            orders: of each field of the identity, the order of its values; none to keep rows as they come.
+        """
+        key = attrgetter(*self.identity)
+        again = {key(row) for row in rows}
+        self.rows = [*(row for row in self.rows if key(row) not in again), *rows]
+        for name, order in reversed([*zip(self.identity, orders)]):
+            place = {value: index for index, value in enumerate(order)}
+            self.rows.sort(key=lambda row: place.get(getattr(row, name), len(place)))
+
+    def to_dict(self) -> dict[str, Any]:
+        note = {"note": self.note} if self.note else {}
+        return {"environment": self.environment, **note, "rows": [asdict(row) for row in self.rows]}
+
+    @classmethod
+    def from_dict(cls: type[OfRows], content: Mapping[str, Any]) -> OfRows:
+        return cls(content["environment"], [cls.make_row(**row) for row in content["rows"]])
 
 
 class Journal:

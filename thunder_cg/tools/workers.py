@@ -60,8 +60,10 @@ class Supervisor:
         """Asks for no further task in this process, because the task may have damaged its state."""
         self._pipe.send(("retire", None))
 
-    def wait_for_turn(self) -> None:
-        """Waits until no other task is at work; what follows has the machine to itself."""
+    def wait_for_turn(self, result: Any = None) -> None:
+        """Waits until no other task is at work; what follows has the machine to itself. Sends the result so far."""
+        if result is not None:
+            self.send_result(result)
         self._pipe.send(("wait", None))
         self._pipe.recv()
 

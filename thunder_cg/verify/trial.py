@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from thunder_cg.compat.torch import TorchDispatchMode, neg_view, preserve_version_counter
+from thunder_cg.compat.torch import TorchDispatchMode, preserve_version_counter, read_as
 from thunder_cg.runtime.backend import Backend
 from thunder_cg.runtime.early_outputs import EarlyCopier
 from thunder_cg.runtime.recording import RegionGraph
@@ -286,8 +286,7 @@ def _moved(arg: Any, memory: dict[int, torch.UntypedStorage]) -> Any:
         return arg.detach().requires_grad_(arg.requires_grad)
     moved = torch.empty(0, dtype=arg.dtype, device=arg.device)
     moved.set_(storage, arg.storage_offset(), arg.size(), arg.stride())
-    moved = moved.conj() if arg.is_conj() else moved
-    return neg_view(moved) if arg.is_neg() else moved
+    return read_as(moved, conj=arg.is_conj(), neg=arg.is_neg())
 
 
 class _Keep(TorchDispatchMode):

@@ -47,7 +47,7 @@ def _distances(parallel: str) -> list[float]:
     for make in (lambda own: prepare(EAGER, own), step_by_hand):
         step = make(replace(template, model=copy.deepcopy(template.model)))
         for _ in range(2):
-            loss = step.call()
+            loss = step.step()
         gradients = [_local(parameter.grad).flatten() for parameter in step.parameters if parameter.grad is not None]
         found.append([loss.flatten(), *gradients])
     return [float((a - b).abs().max()) for a, b in zip(*found, strict=True)]

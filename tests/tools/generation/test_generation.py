@@ -30,7 +30,7 @@ def row(variant: str, **values: object) -> GenerationRow:
 def test_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "generation.json"
     variants = (EAGER, THUNDER, REDUCE_OVERHEAD, OURS)
-    settings = GenerationSettings(CPU, "generation_models", "", 4, 100.0, file, variants, 4)
+    settings = GenerationSettings(CPU, "generation_models", ("",), 4, 100.0, file, variants, 4)
     assert run(settings) == 0
     printed = capsys.readouterr().out
     assert "| Counter | ran | ran | -- | ran | ran | -- | -- | yes |" in printed

@@ -8,7 +8,7 @@ from thunder.executors import torchex
 
 from thunder_cg.analysis.rules import RULES, Evidence
 from thunder_cg.tools.operators import coverage
-from thunder_cg.tools.operators.check import disagreements, released
+from thunder_cg.tools.operators.check import disagreements
 from thunder_cg.tools.operators.coverage import ONLY_ON_A_GPU, UNREACHED
 from thunder_cg.tools.operators.results import OperatorResults
 from thunder_cg.tools.results import FOLDER
@@ -22,7 +22,8 @@ def measured(request) -> OperatorResults:
 
 
 def test_rules_say_what_was_measured():
-    assert released() and disagreements(released()) == []
+    files = [OperatorResults.read(path) for path in FOLDER.glob("rules-*.json")]
+    assert files and disagreements(files) == []
 
 
 def test_an_operator_that_a_cpu_refuses():

@@ -10,6 +10,7 @@ from samples import SAMPLE
 
 from thunder_cg.tools.results import environment
 from thunder_cg.tools.suite.results import PACKAGES, SuiteResults
+from thunder_cg.tools.suite.row import MODES
 
 CPU = torch.device("cpu")
 
@@ -20,5 +21,5 @@ def test_results_are_read_as_they_were_written_and_added_to(tmp_path: Path) -> N
     found = SuiteResults.read_or_new(file, environment(CPU, PACKAGES))
     assert found.rows == SAMPLE
     again = replace(SAMPLE[1], ops=1)
-    found.add(again, ["A", "B"])
+    found.add([again], ["A", "B"], MODES)
     assert [each.ops for each in found.rows] == [100, 1, 20, 0]

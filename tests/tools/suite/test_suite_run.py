@@ -31,7 +31,9 @@ def tasks(*names: str, mode: str = FORWARD, device: torch.device = CPU) -> list[
 def test_a_process_that_crashes_or_hangs_costs_its_row() -> None:
     rows = {found.model: found for found in measure_all(tasks("Crash", "Hang"), 2, timeout=4.0)}
     assert rows["Crash"].failure == "the process ended with status 3, in uncaptured thunder.jit: out of luck"
-    assert rows["Hang"] == SuiteRow("Hang", "tests", FORWARD, failure="no result within 4 s, in uncaptured thunder.jit")
+    hang = rows["Hang"]
+    assert hang.failure.startswith("no result within 4 s, in uncaptured thunder.jit, in ")  # and where it hangs
+    assert hang == SuiteRow("Hang", "tests", FORWARD, failure=hang.failure)
 
 
 @pytest.mark.usefixtures("forked_workers")

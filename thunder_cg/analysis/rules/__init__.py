@@ -42,24 +42,8 @@ from thunder_cg.analysis.rules.record import (
 )
 
 __all__ = [
-    "EXECUTORS",
-    "FIXED_SIZE",
-    "IN_PLACE",
-    "KEEP_ON_DEVICE",
-    "REDUCES_IN_PLACE",
-    "RULES",
-    "VJP",
-    "AliasedInputs",
-    "Cause",
-    "Condition",
-    "Evidence",
-    "Key",
-    "Reason",
-    "Rule",
-    "executor_rule",
-    "find",
-    "key_of",
-    "positions",
+    "EXECUTORS", "FIXED_SIZE", "IN_PLACE", "KEEP_ON_DEVICE", "REDUCES_IN_PLACE", "RULES", "VJP", "AliasedInputs",
+    "Cause", "Condition", "Evidence", "Key", "Reason", "Rule", "executor_rule", "find", "key_of", "positions",
 ]  # fmt: skip
 
 _RECORDS = (*torch.RULES, *prims.RULES, *executors.RULES)

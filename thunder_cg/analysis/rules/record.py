@@ -16,20 +16,9 @@ Key = tuple[str | None, str | None]
 VJP = "_vjp"
 
 
-# What changes a read of a tensor's contents.
-KEEP_ON_DEVICE = (
-    "keep the value on the device as a 0-dim tensor, with torch.clamp, torch.where and Tensor.unbind in the place of "
-    "Python's max(), if and tolist(), and in training under torch.no_grad(), as a Python number has no gradient; if "
-    "it is a size, compute with the largest one and mask the rest; if it bounds a slice, x[i + torch.arange(n)] is "
-    "x[i : i + n]; or read it outside of the compiled function"
-)
-# What changes a result whose size depends on what a tensor holds.
-FIXED_SIZE = (
-    "use a form with a fixed size: torch.where(mask, x, 0.0) in the place of x[mask] and masked_select, "
-    "nonzero_static in the place of nonzero and torch.where(mask), (x[:, None] == torch.arange(n)).sum(0) in the place "
-    "of bincount, x[torch.searchsorted(counts.cumsum(0), torch.arange(n), right=True)] in the place of "
-    "repeat_interleave(x, counts)"
-)
+# What changes a read of a tensor's contents, and a result whose size depends on them; `advice` has what fits a line.
+KEEP_ON_DEVICE = "keep the value on the device, as a 0-dim tensor, or read it outside of the compiled function"
+FIXED_SIZE = "compute with a fixed size and a mask, or call it outside of the compiled function"
 
 
 class Reason(enum.Enum):

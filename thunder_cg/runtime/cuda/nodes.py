@@ -23,7 +23,7 @@ from thunder_cg.runtime.cuda.copy_nodes import refused
 def nodes(graph: Any) -> Iterator[tuple[Any, Any]]:
     """Each node of a driver's graph, and of its child graphs, with its type."""
     driver = cuda.driver
-    _, count = check(driver.cuGraphGetNodes(graph))
+    count = cuda.node_count(graph)
     listed, _ = check(driver.cuGraphGetNodes(graph, count))
     for node in listed[:count]:
         kind = check(driver.cuGraphNodeGetType(node))

@@ -44,6 +44,7 @@ class BenchmarkCase:
         exact: results are compared with a float64 copy. Else they are compared with the eager model: where a copy is
             too large, or where rounding changes decisions that depend on data.
         steps: a call that trains also clips the gradients and updates the parameters, with a fused AdamW.
+        unit, size: of a scaling series; "" and 0 of other cases.
     """
 
     name: str
@@ -54,6 +55,8 @@ class BenchmarkCase:
     dynamo: bool = False
     exact: bool = True
     steps: bool = False
+    unit: str = ""
+    size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,10 @@ class ScalingSeries:
     @property
     def name(self) -> str:
         return f"scaling with {self.unit}s"
+
+    def cases(self, *, small: bool) -> list[BenchmarkCase]:
+        sizes = self.small if small else self.sizes
+        return [replace(self.case(size), unit=self.unit, size=size) for size in sizes]
 
 
 def cases(device: torch.device, quick: bool) -> tuple[BenchmarkCase, ...]:

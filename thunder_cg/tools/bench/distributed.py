@@ -32,7 +32,7 @@ from thunder_cg.runtime.agreement import seconds_of_agreement
 from thunder_cg.step import GraphedStep
 from thunder_cg.tools.bench.accuracy import bits
 from thunder_cg.tools.bench.measure import FIRST_CALLS, ROUNDS, TURN_SECONDS, subject, why_never_replayed
-from thunder_cg.tools.bench.parallel import COLLECTIVES_EAGER, TENSOR, RankStep, RankSubject, prepare
+from thunder_cg.tools.bench.parallel import COLLECTIVES_EAGER, TENSOR, RankSubject, prepare
 from thunder_cg.tools.bench.rank_cases import RankCase
 from thunder_cg.tools.bench.variants import GRAPHED_STEP, OURS, REDUCE_OVERHEAD, THUNDER
 from thunder_cg.tools.demo import same_bits
@@ -105,7 +105,7 @@ class RankContender:
         # Parts of a DDP module, which Dynamo compiles apart by default, do not go together with reduce-overhead.
         with memory_peaks(self._device) as memory, optimize_ddp(name != REDUCE_OVERHEAD), faster_tracing():
             start, agreed = time.perf_counter(), seconds_of_agreement()
-            self.step: RankStep = prepare(name, own)
+            self.prepared = prepare(name, own)
             times = [self._timed() for _ in range(FIRST_CALLS)]
             self.samples.first_calls = time.perf_counter() - start
             self.samples.agreement = seconds_of_agreement() - agreed
@@ -114,14 +114,14 @@ class RankContender:
 
     def _timed(self) -> float:
         start = time.perf_counter()
-        self.step.call()
+        self.prepared.step()
         synchronize(self._device)
         return time.perf_counter() - start
 
     def warm_up(self) -> None:
         """Steps before a turn: after those of other variants, the first ones are slower."""
         for _ in range(2):
-            self.step.call()
+            self.prepared.step()
         synchronize(self._device)
 
     def turn(self, steps: int, control: dist.ProcessGroup) -> None:
@@ -130,20 +130,20 @@ class RankContender:
         with quiet_collector():
             start = time.perf_counter()
             for _ in range(steps):
-                self.step.call()
+                self.prepared.step()
             synchronize(self._device)
             self.samples.back_to_back.append((time.perf_counter() - start) / steps * 1e3)
             dist.barrier(group=control)
             for _ in range(steps):
                 start = time.perf_counter()
-                self.step.call()
+                self.prepared.step()
                 self.samples.host.append((time.perf_counter() - start) * 1e3)
                 synchronize(self._device)
                 self.samples.ends.append(time.perf_counter())
 
     def results(self) -> list[Tensor]:
         """The loss or the output of one more step, and its gradients on this rank."""
-        found = [self.step.call(), *(p.grad for p in self.step.parameters if p.grad is not None)]
+        found = [self.prepared.step(), *(p.grad for p in self.prepared.parameters if p.grad is not None)]
         return [tensor.detach().clone() for tensor in found]
 
 
@@ -297,7 +297,7 @@ def _fill(row: RankRow, contender: RankContender, control: dist.ProcessGroup) ->
     row.steps = len(contender.samples.ends)
     said = {rank.bits for rank in ranks}
     row.bits = next((word for word in ("different", "other kernels", "thunder varies", "same") if word in said), "")
-    if isinstance(contender.step.compiled, GraphedStep):
-        row.failure = why_never_replayed(contender.step.compiled)
+    if isinstance(contender.prepared.compiled, GraphedStep):
+        row.failure = why_never_replayed(contender.prepared.compiled)
     if contender.name in _WITH_THUNDERS_KERNELS:
-        row.captured = str(explain(contender.step.compiled)).splitlines()[0].partition(": ")[2]
+        row.captured = str(explain(contender.prepared.compiled)).splitlines()[0].partition(": ")[2]

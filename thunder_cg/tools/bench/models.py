@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thunder_cg.tools.demo import Block, Cache, DemoSettings
+from thunder_cg.tools.demo import CharacterGPT, Decoder, DemoSettings
 
 
 def optional(package: str) -> Any:
@@ -99,51 +99,32 @@ class SumOfInputs(nn.Module):
 # ------------------------------------------------------------------------------------------------------ language models
 
 
-class Gpt(nn.Module):
+class Gpt(CharacterGPT):
     """Logits for tokens, both (batch, length, ...); the loss if targets are given."""
 
     def __init__(self, layers: int, width: int, heads: int, vocabulary: int, context: int) -> None:
-        super().__init__()
-        settings = DemoSettings(torch.device("cpu"), layers, width, heads, context, 1, 0, dropout=0.0)
-        self.tokens = nn.Embedding(vocabulary, width)
-        self.positions = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(settings) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
+        super().__init__(_sizes(layers, width, heads, context), vocabulary, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.norm(x))
+        logits = self.logits(self.tokens(tokens) + self.positions.weight[: tokens.shape[1]])
         return logits if targets is None else loss_of(logits, targets)
 
 
-class GptDecode(nn.Module):
+class GptDecode(Decoder):
     """Logits after one token, (1, 1, vocabulary); keys and values of the whole context are cached in place.
 
     `token` and `position` are int64, (1,): the position is a tensor, so that one graph serves all of them.
     """
 
-    places: Tensor
-
     def __init__(self, layers: int, width: int, heads: int, vocabulary: int, context: int) -> None:
-        super().__init__()
-        settings = DemoSettings(torch.device("cpu"), layers, width, heads, context, 1, 0, dropout=0.0)
-        self.model = Gpt(layers, width, heads, vocabulary, context)
-        self.caches = nn.ModuleList(Cache(settings) for _ in range(layers))
-        self.register_buffer("places", torch.arange(context))
+        super().__init__(Gpt(layers, width, heads, vocabulary, context), _sizes(layers, width, heads, context))
 
-    def forward(self, token: Tensor, position: Tensor) -> Tensor:
-        x = (self.model.tokens(token) + self.model.positions(position)).unsqueeze(0)
-        seen = (self.places <= position).view(1, 1, 1, -1)
-        block: Any  # nn.ModuleList knows its items as modules only
-        for block, cache in zip(self.model.blocks, self.caches):
-            query, key, value = block.project(x)
-            keys, values = cache(position, key, value)
-            x = block.finish(x, F.scaled_dot_product_attention(query, keys, values, attn_mask=seen))
-        logits: Tensor = self.model.head(self.model.norm(x))
-        return logits
+    def forward(self, token: Tensor, position: Tensor) -> Tensor:  # type: ignore[override]
+        return self.logits(token, position)
+
+
+def _sizes(layers: int, width: int, heads: int, context: int) -> DemoSettings:
+    return DemoSettings(torch.device("cpu"), layers, width, heads, context, batch=1, steps=0, dropout=0.0)
 
 
 class RmsNorm(nn.Module):

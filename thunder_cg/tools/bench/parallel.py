@@ -29,6 +29,7 @@ from thunder_cg.tools.bench.variants import (
     OURS_FUSED,
     REDUCE_OVERHEAD,
     THUNDER,
+    Prepared,
     Subject,
     in_one_graph,
     marked,
@@ -53,15 +54,6 @@ class RankSubject(Subject):
         return [n for n, last in named if last == "up"], [n for n, last in named if last == "down"]
 
 
-@dataclass(frozen=True, slots=True)
-class RankStep:
-    """A step that can be called; it returns the loss or the output. For Thunder also what `explain` takes."""
-
-    call: Callable[[], Any]
-    parameters: Sequence[nn.Parameter]
-    compiled: Any = None
-
-
 def variants(device: torch.device, quick: bool, trains: bool) -> Sequence[str]:
     """The names of the variants, the hand-made graphs last, because they are the lower bounds."""
     steps = (GRAPHED_STEP, GRAPHED_STEP_FUSED) if trains else ()
@@ -73,22 +65,22 @@ def variants(device: torch.device, quick: bool, trains: bool) -> Sequence[str]:
     return (*torchs, THUNDER, COLLECTIVES_EAGER, OURS, OURS_FUSED, *steps, FLOOR_OF_THUNDER, FLOOR)
 
 
-def prepare(name: str, subject: RankSubject) -> RankStep:
+def prepare(name: str, subject: RankSubject) -> Prepared:
     """Compiles and captures nothing yet, but for the hand-made graph."""
     return _VARIANTS[name](subject)
 
 
 def _step(
     subject: RankSubject, call: Callable[..., Any], parameters: Sequence[nn.Parameter], compiled: Any = None
-) -> RankStep:
+) -> Prepared:
     """A forward and, in training, a backward that leaves new gradients on the parameters."""
-    return RankStep(step_of(subject, call, parameters), parameters, compiled)
+    return Prepared(step_of(subject, call, parameters), compiled, parameters=parameters)
 
 
 # -------------------------------------------------------------------------------------------------------------- PyTorch
 
 
-def _torch(subject: RankSubject, mode: str | None = None) -> RankStep:
+def _torch(subject: RankSubject, mode: str | None = None) -> Prepared:
     """Args: mode: of torch.compile; None to run eagerly."""
     model = subject.model
     call: Callable[..., Any] = model
@@ -132,7 +124,7 @@ def _split(subject: RankSubject, mesh: Any) -> None:
 # -------------------------------------------------------------------------------------------------------------- Thunder
 
 
-def _thunder(subject: RankSubject, collectives: str | None = None, **options: Any) -> RankStep:
+def _thunder(subject: RankSubject, collectives: str | None = None, **options: Any) -> Prepared:
     """Args: collectives: `capture_collectives=` of the transform; None to run without graphs."""
     if collectives is not None:
         backend = backend_of(subject.device)
@@ -152,10 +144,10 @@ def _thunder(subject: RankSubject, collectives: str | None = None, **options: An
     return _step(subject, compiled, [*compiled.parameters()], compiled)
 
 
-def _graphed(subject: RankSubject, **options: Any) -> RankStep:
+def _graphed(subject: RankSubject, **options: Any) -> Prepared:
     step = _thunder(subject, collectives="auto", **options)
-    call = graphed_step(step.call, modules=[step.compiled])
-    return RankStep(call, step.parameters, call)
+    call = graphed_step(step.step, modules=[step.compiled])
+    return Prepared(call, call, parameters=step.parameters)
 
 
 # -------------------------------------------------------------------------------------------------------------- by hand
@@ -250,7 +242,7 @@ def _summed(bias: Tensor | None, layer: nn.Module, args: Any, output: Tensor) ->
     return summed if bias is None else summed + bias
 
 
-def step_by_hand(subject: RankSubject) -> RankStep:
+def step_by_hand(subject: RankSubject) -> Prepared:
     """A plain PyTorch step with its collectives, which one graph can hold: coalesced, and not overlapped."""
     held: Sequence[nn.Parameter] = [*subject.model.parameters()]
     parameters, before, after = held, _nothing, _nothing
@@ -261,7 +253,7 @@ def step_by_hand(subject: RankSubject) -> RankStep:
         held, before, after = gathered.held, gathered.gather, gathered.reduce
     else:
         _split_by_hand(subject)
-    step = _step(subject, subject.model, parameters).call
+    step = _step(subject, subject.model, parameters).step
 
     def call() -> Any:
         before()
@@ -269,20 +261,20 @@ def step_by_hand(subject: RankSubject) -> RankStep:
         after()
         return result
 
-    return RankStep(call, held)
+    return Prepared(call, parameters=held)
 
 
 def _nothing() -> None:
     pass
 
 
-def _hand_made(subject: RankSubject, make_step: Callable[[RankSubject], RankStep]) -> RankStep:
+def _hand_made(subject: RankSubject, make_step: Callable[[RankSubject], Prepared]) -> Prepared:
     """One graph of a whole step with its collectives."""
     step = make_step(subject)
-    return RankStep(in_one_graph(subject, step.call), step.parameters)
+    return Prepared(in_one_graph(subject, step.step), parameters=step.parameters)
 
 
-_VARIANTS: Mapping[str, Callable[[RankSubject], RankStep]] = {
+_VARIANTS: Mapping[str, Callable[[RankSubject], Prepared]] = {
     EAGER: _torch,
     COMPILE: partial(_torch, mode="default"),
     REDUCE_OVERHEAD: partial(_torch, mode="reduce-overhead"),

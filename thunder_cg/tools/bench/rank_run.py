@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,12 +19,11 @@ from thunder_cg.tools.bench.parallel import variants
 from thunder_cg.tools.bench.rank_cases import RankCase, rank_cases
 from thunder_cg.tools.bench.variants import COMPILE, FLOOR, FLOOR_OF_THUNDER, OURS, OURS_FUSED, THUNDER, CaseSettings
 from thunder_cg.tools.ranks import Rank, RankFailed, run_on_ranks
-from thunder_cg.tools.results import MeasuredResults, environment
+from thunder_cg.tools.results import RowResults, environment
 from thunder_cg.tools.turns import Turns
 from thunder_cg.tools.workers import Supervisor
 
 TIMEOUT = 900.0  # seconds for a case
-NOTE = "Of all ranks the largest. RankRow in thunder_cg/tools/bench/distributed.py says what each number is."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,22 +48,12 @@ class RankSettings(CaseSettings):
 
 
 @dataclass(slots=True)
-class RankResults(MeasuredResults):
+class RankResults(RowResults):
     """All rows of one machine."""
 
-    rows: list[RankRow] = field(default_factory=list)
-
-    def add(self, rows: Sequence[RankRow]) -> None:
-        """Adds rows, in place of those of the same case and variant of an earlier run."""
-        again = {(row.case, row.variant) for row in rows}
-        self.rows = [row for row in self.rows if (row.case, row.variant) not in again] + [*rows]
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"environment": self.environment, "note": NOTE, "rows": [asdict(row) for row in self.rows]}
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> RankResults:
-        return cls(content["environment"], [RankRow(**row) for row in content["rows"]])
+    make_row = RankRow
+    identity = ("case", "variant")
+    note = "Of all ranks the largest. RankRow in thunder_cg/tools/bench/distributed.py says what each number is."
 
 
 def run_ranks(settings: RankSettings) -> int:

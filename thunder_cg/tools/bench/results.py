@@ -7,13 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from thunder_cg.tools.bench.measure import BenchmarkRow
-from thunder_cg.tools.results import MeasuredResults
-
-NOTE = (
-    "Times in microseconds, unless a name ends in _ms or _s; memory in 1e6 bytes. All variants of a case share "
-    "one process, in turns; memory is that of one variant over its model, with those before it in the process. "
-    "BenchmarkRow and ScalingPoint in thunder_cg/tools/bench say more."
-)
+from thunder_cg.tools.results import RowResults
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,21 +22,22 @@ class ScalingPoint:
 
 
 @dataclass(slots=True)
-class BenchmarkResults(MeasuredResults):
+class BenchmarkResults(RowResults):
     """All rows and points of one machine.
 
     Attributes:
         goals: whether the goals were reached, one record each; the benchmark sets them before it writes.
     """
 
-    rows: list[BenchmarkRow] = field(default_factory=list)
     points: list[ScalingPoint] = field(default_factory=list)
     goals: list[dict[str, Any]] = field(default_factory=list)
-
-    def add(self, rows: Sequence[BenchmarkRow]) -> None:
-        """Adds the rows of a case, in place of those of an earlier run."""
-        again = {row.case for row in rows}
-        self.rows = [row for row in self.rows if row.case not in again] + [*rows]
+    make_row = BenchmarkRow
+    identity = ("case",)
+    note = (
+        "Times in microseconds, unless a name ends in _ms or _s; memory in 1e6 bytes. All variants of a case share "
+        "one process, in turns; memory is that of one variant over its model, with those before it in the process. "
+        "BenchmarkRow and ScalingPoint in thunder_cg/tools/bench say more."
+    )
 
     def add_points(self, points: Sequence[ScalingPoint], again: bool = True) -> None:
         """Adds points of a scaling series, in place of those of an earlier run if it is measured `again`."""
@@ -50,16 +45,12 @@ class BenchmarkResults(MeasuredResults):
         self.points = [point for point in self.points if point.unit not in units] + [*points]
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "environment": self.environment,
-            "note": NOTE,
-            "goals": self.goals,
-            "rows": [asdict(row) for row in self.rows],
-            "sweep": [asdict(point) for point in self.points],
-        }
+        rows = RowResults.to_dict(self)
+        return {**rows, "goals": self.goals, "sweep": [asdict(point) for point in self.points]}
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> BenchmarkResults:
-        rows = [BenchmarkRow(**row) for row in content["rows"]]
-        points = [ScalingPoint(**point) for point in content["sweep"]]
-        return cls(content["environment"], rows, points, content["goals"])
+        results = super(BenchmarkResults, cls).from_dict(content)
+        results.points = [ScalingPoint(**point) for point in content["sweep"]]
+        results.goals = content["goals"]
+        return results

@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -46,11 +46,14 @@ class BenchmarkSettings(CaseSettings):
         everything: tuple[BenchmarkCase | ScalingSeries, ...] = (*cases(self.device, self.quick), *SCALING)
         return [each for each in everything if self.has(each.name)]
 
-    def sizes(self, series: ScalingSeries) -> tuple[int, ...]:
-        return series.small if self.quick or self.device.type != "cuda" else series.sizes
+    def cases(self) -> dict[str, BenchmarkCase]:
+        """The chosen cases by name, those of the sizes of scaling series too."""
+        small = self.quick or self.device.type != "cuda"
+        several = ([each] if isinstance(each, BenchmarkCase) else each.cases(small=small) for each in self.chosen)
+        return {case.name: case for found in several for case in found}
 
     def chosen_variants(self, size: int = 0) -> list[str]:
-        """The variants of a case, or of a scaling series at some size."""
+        """The variants of a case; `size` is that of a case of a scaling series."""
         names = self.meant(variants(self.device))
         if size:
             names = [name for name in names if name in IN_SCALING]
@@ -62,7 +65,7 @@ Measure = Callable[..., list[BenchmarkRow]]
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkTask:
-    """A case, or one size of a scaling series. `measure(*arguments, progress=, ready=)` measures it; it is pickled."""
+    """A case. `measure(*arguments, progress=, ready=)` measures it; it is pickled."""
 
     name: str
     ticks: int
@@ -102,14 +105,18 @@ def run(settings: BenchmarkSettings) -> int:
 
 
 def _measure_all(settings: BenchmarkSettings, results: BenchmarkResults) -> None:
-    tasks = [task for each in settings.chosen for task in _tasks(settings, each)]
+    cases = settings.cases()
+    tasks = [
+        BenchmarkTask(name, ticks(settings.chosen_variants(case.size)), _measure, (settings, name))
+        for name, case in cases.items()
+    ]
     progress = Progress(sum(task.ticks for task in tasks))
     begun: set[str] = set()
-    left = Counter(task.arguments[1] for task in tasks)
+    left = Counter(case.unit for case in cases.values())
     for task, rows in _rows(settings, tasks, progress):
-        _, unit, size = task.arguments
+        unit, size = cases[task.name].unit, cases[task.name].size
         left[unit] -= 1
-        if unit is None:
+        if not unit:
             results.add(rows)
         else:
             points = [ScalingPoint(unit, size, row.variant, row.host_p50, row.failure) for row in rows]
@@ -119,23 +126,11 @@ def _measure_all(settings: BenchmarkSettings, results: BenchmarkResults) -> None
         if settings.json is not None:
             results.write(settings.json)
         progress.clear()
-        if unit is None:
+        if not unit:
             print(table(rows), flush=True)
         elif not left[unit]:
             points = [point for point in results.points if point.unit == unit]
             print(scaling_tables(BenchmarkResults(results.environment, points=points)), flush=True)
-
-
-def _tasks(settings: BenchmarkSettings, each: BenchmarkCase | ScalingSeries) -> list[BenchmarkTask]:
-    if isinstance(each, BenchmarkCase):
-        alone = replace(settings, names=(each.name,))
-        return [BenchmarkTask(each.name, ticks(settings.chosen_variants()), _measure, (alone, None, 0))]
-    return [
-        BenchmarkTask(
-            each.case(size).name, ticks(settings.chosen_variants(size)), _measure, (settings, each.unit, size)
-        )
-        for size in settings.sizes(each)
-    ]
 
 
 Measured = Iterator[tuple[BenchmarkTask, list[BenchmarkRow]]]
@@ -183,31 +178,24 @@ def _warm_up(settings: BenchmarkSettings) -> None:
 
 
 def _measure(
-    settings: BenchmarkSettings,
-    unit: str | None,
-    size: int,
-    progress: Progress,
-    ready: Callable[[], None] | None = None,
+    settings: BenchmarkSettings, name: str, progress: Progress, ready: Callable[[], None] | None = None
 ) -> list[BenchmarkRow]:
-    """Measures a case, which `settings.names` has, or one size of a scaling series.
+    """Measures the case of this name.
 
     Args:
         ready: called once all variants are prepared; None if this process is not the measurement's own.
     """
     if ready is not None:
         _warm_up(settings)
-    if unit is None:
-        case = next(each for each in settings.chosen if isinstance(each, BenchmarkCase) and each.name in settings.names)
-    else:
-        case = next(series for series in SCALING if series.unit == unit).case(size)
+    case = settings.cases()[name]
     calls = settings.calls or (10 if settings.quick else 100)
     with one_thread() if settings.device.type == "cpu" else nullcontext():
         return measure_case(
             case,
             settings.device,
-            settings.chosen_variants(size),
+            settings.chosen_variants(case.size),
             calls,
             progress,
-            compare=unit is None,
+            compare=not case.unit,
             ready=ready or (lambda: None),
         )

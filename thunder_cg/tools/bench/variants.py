@@ -118,11 +118,12 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A step that can be called; for thunder_cg also what `explain` takes, and the transform."""
+    """A step that can be called; for Thunder also what `explain` takes, and of ranks what gets gradients."""
 
     step: Step
     compiled: Any = None
     transform: TimedTransform | None = None
+    parameters: Sequence[nn.Parameter] = ()
 
 
 def step_of(subject: Subject, model: Callable[..., Any], parameters: Sequence[nn.Parameter] | None = None) -> Step:

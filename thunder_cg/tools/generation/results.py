@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from thunder_cg.report.markdown import table
 from thunder_cg.tools.bench.variants import OURS, THUNDER
 from thunder_cg.tools.generation.measure import VARIANTS, GenerationRow
-from thunder_cg.tools.results import MeasuredResults, origin, with_row
+from thunder_cg.tools.results import RowResults, origin
 
 PACKAGES = ("transformers", "litgpt")
 
 
 @dataclass(slots=True)
-class GenerationResults(MeasuredResults):
+class GenerationResults(RowResults):
     """All rows of one machine."""
 
-    rows: list[GenerationRow] = field(default_factory=list)
-
-    def add(self, row: GenerationRow, order: Sequence[str]) -> None:
-        """Adds a row, in place of an earlier one of the same model and variant; `order` is that of the models."""
-        place = {name: index for index, name in enumerate(order)}
-        self.rows = with_row(
-            self.rows, row, lambda r: (place.get(r.model, len(place)), r.model, VARIANTS.index(r.variant))
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"environment": self.environment, "rows": [asdict(row) for row in self.rows]}
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> GenerationResults:
-        return cls(content["environment"], [GenerationRow(**row) for row in content["rows"]])
+    make_row = GenerationRow
+    identity = ("model", "variant")
 
 
 def markdown(rows: Sequence[GenerationRow], environment: Mapping[str, str]) -> str:

@@ -64,7 +64,7 @@ def run(settings: GenerationSettings) -> int:
         task, model = answer.task, settings.models[answer.task.model]
         row = answer.result or GenerationRow(task.model, model.package, task.variant, model.batch)
         row.failure = answer.failure
-        results.add(row, [*settings.models])
+        results.add([row], [*settings.models], VARIANTS)
         if settings.json is not None:
             results.write(settings.json)
         progress.tick(f"{task.model}, {task.variant}{f': {row.failure}' if row.failure else ''}")
@@ -74,9 +74,5 @@ def run(settings: GenerationSettings) -> int:
 
 
 def _work(task: GenerationTask, supervisor: Supervisor) -> None:
-    def ready(row: GenerationRow) -> None:
-        supervisor.send_result(row)
-        supervisor.wait_for_turn()
-
     model = importlib.import_module(task.catalogue).MODELS[task.model]
-    supervisor.send_result(measure(model, task.variant, task.device, task.new, ready))
+    supervisor.send_result(measure(model, task.variant, task.device, task.new, supervisor.wait_for_turn))

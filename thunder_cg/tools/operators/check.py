@@ -7,17 +7,11 @@ from collections.abc import Iterable, Sequence
 from thunder_cg.analysis.rules import RULES, Evidence, Key
 from thunder_cg.compat.thunder import torch_executor_has
 from thunder_cg.tools.operators.coverage import ONLY_ON_A_GPU
-from thunder_cg.tools.operators.measure import Counts, key_of
+from thunder_cg.tools.operators.measure import Counts, key_of, label
 from thunder_cg.tools.operators.results import OperatorResults
-from thunder_cg.tools.results import FOLDER
 
 SHOWN = frozenset({"fail", "wrong", "barred"})
 FINE = frozenset({"pass", "nondeterministic"})
-
-
-def released() -> list[OperatorResults]:
-    """The results of this release, one file for each machine."""
-    return [OperatorResults.read(path) for path in sorted(FOLDER.glob("rules-*.json"))]
 
 
 def disagreements(files: Sequence[OperatorResults]) -> list[str]:
@@ -80,7 +74,7 @@ def _claims(files: Sequence[OperatorResults], key: Key, on_gpu: bool) -> Iterabl
     executor, id_ = key
     if executor == "torch" and not torch_executor_has(str(id_)):
         return
-    symbol = f"{executor or 'prim'}.{id_}"
+    symbol = label(key)
     measured = bool(_ends(files, symbol))
     evidence = RULES[key].evidence
     claimed = evidence in (Evidence.MEASURED, Evidence.MEASURED_ON_GPU)

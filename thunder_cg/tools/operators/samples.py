@@ -11,7 +11,7 @@ import numpy
 import torch
 
 from thunder_cg.compat.thunder import torch_executor_has
-from thunder_cg.compat.torch import may_overlap_itself, neg_view, storage_id, tree_flatten, tree_unflatten
+from thunder_cg.compat.torch import may_overlap_itself, read_as, storage_id, tree_flatten, tree_unflatten
 
 DRAWS = 5  # a warm-up, a capture, and three replays
 
@@ -144,13 +144,10 @@ def _twin(tensor: torch.Tensor, memo: dict[int, torch.UntypedStorage]) -> torch.
     storage = storage_id(tensor)
     if storage not in memo:
         memo[storage] = tensor.untyped_storage().clone()
-    plain = tensor.detach()
-    plain = neg_view(plain) if plain.is_neg() else plain
-    plain = plain.conj() if plain.is_conj() else plain
+    plain = read_as(tensor.detach(), conj=tensor.is_conj(), neg=tensor.is_neg())
     twin = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     twin.set_(memo[storage], plain.storage_offset(), plain.size(), plain.stride())
-    twin = twin.conj() if tensor.is_conj() else twin
-    twin = neg_view(twin) if tensor.is_neg() else twin
+    twin = read_as(twin, conj=tensor.is_conj(), neg=tensor.is_neg())
     return twin.detach().requires_grad_(tensor.requires_grad)
 
 

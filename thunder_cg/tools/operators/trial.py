@@ -24,6 +24,7 @@ from thunder_cg.runtime.program import Program
 from thunder_cg.tools.measuring import deterministic_algorithms
 from thunder_cg.tools.operators.samples import DRAWS, SampledCall, twins
 from thunder_cg.transform import cudagraph_transform
+from thunder_cg.verify.compare import bits
 
 AGAIN = 8  # uncaptured calls that have to agree before a difference counts as an error of the capture
 WITHIN = 4.0  # largest distance of a sum that varies from call to call, in distances between uncaptured calls
@@ -270,13 +271,7 @@ def _same(expected: Any, found: Any, defined: bool, close: bool = False) -> bool
         return expected.layout == found.layout and _close(expected.to_dense(), found.to_dense())
     if expected.stride() != found.stride():
         return False
-    return not defined or (_close(expected, found) if close else _equal_bits(expected, found))
-
-
-def _equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    # One element counts as contiguous whatever its stride is, but only a fresh copy can always be viewed as bytes.
-    a, b = (t.detach().clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg() for t in (a, b))
-    return torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
+    return not defined or (_close(expected, found) if close else torch.equal(bits(expected), bits(found)))
 
 
 def _close(a: torch.Tensor, b: torch.Tensor) -> bool:

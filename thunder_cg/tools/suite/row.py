@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,8 +67,6 @@ class SuiteRow:
     failure: str = ""
 
     @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> SuiteRow:
+    def of(cls, *, outside: Sequence[Mapping[str, Any]], **content: Any) -> SuiteRow:
         """A row as `dataclasses.asdict` made it. TypeError if it is something else."""
-        row = cls(**content)
-        row.outside = [NotCaptured(**part) for part in content["outside"]]
-        return row
+        return cls(outside=[NotCaptured(**part) for part in outside], **content)

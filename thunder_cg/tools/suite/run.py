@@ -16,7 +16,7 @@ from thunder_cg.tools.arguments import JOBS
 from thunder_cg.tools.results import environment
 from thunder_cg.tools.suite.measure import measure
 from thunder_cg.tools.suite.results import PACKAGES, SuiteResults
-from thunder_cg.tools.suite.row import SuiteRow
+from thunder_cg.tools.suite.row import MODES, SuiteRow
 from thunder_cg.tools.suite.table import line, markdown, write_table
 from thunder_cg.tools.workers import Supervisor, Workers
 
@@ -111,7 +111,7 @@ def run(settings: SuiteSettings) -> int:
     progress.tick(f"{len(tasks)} rows", 0)
     differ = False
     for row in measure_all(tasks, settings.jobs, settings.timeout):
-        results.add(row, [*settings.models])
+        results.add([row], [*settings.models], MODES)
         if settings.json is not None:
             results.write(settings.json)
         final = settings.device.type != "cuda" or bool(row.failure) or row.captured_us > 0
@@ -148,13 +148,10 @@ def measure_all(tasks: Sequence[SuiteTask], jobs: int, timeout: float) -> Iterat
 
 
 def _work(task: SuiteTask, supervisor: Supervisor) -> None:
-    def ready(row: SuiteRow) -> None:
-        supervisor.send_result(row)
-        supervisor.wait_for_turn()
-
     model = importlib.import_module(task.catalogue).MODELS[task.model]
     with dynamo_recompile_limit(64):  # several compiled copies share the model's code
-        supervisor.send_result(measure(model, task.mode, task.device, task.calls, ready, supervisor.report))
+        ready, begins = supervisor.wait_for_turn, supervisor.report
+        supervisor.send_result(measure(model, task.mode, task.device, task.calls, ready, begins))
 
 
 def rewrite_table(json: Path, markdown_file: Path) -> None:

@@ -1,0 +1,160 @@
+"""What to do about a number that is read from a tensor, or a size that depends on it, by what the line does with it."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from collections.abc import Iterator
+from functools import lru_cache
+
+from thunder_cg.analysis.rules import FIXED_SIZE, KEEP_ON_DEVICE
+from thunder_cg.analysis.sources import SourceLine
+
+_BRANCH = "choose with torch.where(condition, a, b), which computes both, or branch outside of the compiled function"
+_NO_GRADIENT = "; in training under torch.no_grad(), as a number has no gradient"
+_COMPUTED = f"leave the read out: operators take a 0-dim tensor in the place of a number{_NO_GRADIENT}"
+_CLAMPED = f"torch.clamp(value, min=...) in the place of max(), with max= for min(), of a 0-dim tensor{_NO_GRADIENT}"
+_UNBOUND = f"Tensor.unbind in the place of tolist(), which gives 0-dim tensors{_NO_GRADIENT}"
+SLICE = (
+    "x[i + torch.arange(n)] is x[i : i + n] for a 0-dim tensor i and a fixed n; if the length changes, compute with "
+    "all elements, and mask the rest"
+)
+_SIZED = "compute with the largest size, and mask the rest"
+_CHOSEN = "call each of them, and choose with torch.where"
+_LOOPED = "loop as often as the longest case needs, and keep what counts with torch.where"
+_LOGGED = "return the 0-dim tensor, or write it into a buffer, and log or keep what it holds after the call"
+_RETURNED = "return the 0-dim tensor, and read it after the call"
+
+_MASKED = (
+    "torch.where(mask, x, 0.0) in the place of x[mask]: it keeps the shape of x, with zeros where x[mask] has nothing "
+    "(mask[:, None] for rows), so a mean divides by mask.sum()"
+)
+_ROWS = f"nonzero_static(mask, size=n) in the place of nonzero and torch.where(mask), with n rows always; or {_MASKED}"
+_OF_SIZE = {  # by what is in the name of the operator, in the line, or in the message of an error
+    "bincount": "(x[:, None] == torch.arange(n)).sum(0) in the place of bincount",
+    "repeat": "x[torch.searchsorted(counts.cumsum(0), torch.arange(n), right=True)] in the place of "
+    "repeat_interleave(x, counts)",
+    "nonzero": _ROWS,
+    "argwhere": _ROWS,
+    "only specifying a condition": _ROWS,  # torch.where(mask)
+    "unique": FIXED_SIZE,
+}
+
+_READS = ("item", "tolist", "float", "int", "bool")  # methods, and then what may also be called with numbers
+_CHANGES = frozenset({"round", "abs", "str", "tuple", "list"})  # what they return is the number still
+_LISTS = frozenset({"append", "extend"})  # of tensors, maybe, that are computed with the number
+_LOGS = _LISTS | frozenset({"print", "log", "debug", "info", "warning", "add_scalar", "write", "format"})
+_SIZES = frozenset({
+    "zeros", "ones", "empty", "arange", "linspace", "eye", "rand", "randn", "new_zeros", "new_ones", "new_empty",
+    "view", "reshape", "expand", "repeat", "tile", "split", "chunk", "narrow", "unflatten", "pad", "one_hot", "topk",
+})  # fmt: skip
+
+_Parents = dict[ast.AST, ast.AST]
+
+
+def fitting(fix: str, operator: str, line: SourceLine | None) -> str:
+    """What of a rule's fix is for this operator on this line."""
+    if fix == KEEP_ON_DEVICE:
+        return for_read(line)
+    return for_size(f"{operator} {(line and line.text) or ''}") if fix == FIXED_SIZE else fix
+
+
+def for_read(line: SourceLine | None = None) -> str:
+    """What to do about the read of a number on a line, by what becomes of the number."""
+    return next(_uses(line), KEEP_ON_DEVICE) if line is not None else KEEP_ON_DEVICE
+
+
+def for_branch(line: SourceLine | None = None) -> str:
+    """What to do about a branch on what a tensor holds."""
+    return _LOOPED if line is not None and (line.text or "").startswith("while ") else _BRANCH
+
+
+def for_size(said: str) -> str:
+    """What to do about a result of a size that is not known: ``said`` has the operator's name in it."""
+    return next((fix for name, fix in _OF_SIZE.items() if name in said), _MASKED)
+
+
+def _uses(line: SourceLine) -> Iterator[str]:
+    parents = _parents("".join(linecache.getlines(line.file)))
+    calls = [node for node in parents if isinstance(node, ast.Call) and _called(node) in _READS]
+    here = [node for node in calls if node.lineno <= line.number <= (node.end_lineno or 0)]
+    for read in sorted(here, key=lambda node: _READS.index(_called(node))):
+        yield from _use(read, parents)
+
+
+def _use(value: ast.expr, parents: _Parents, *, follows: bool = True) -> Iterator[str]:
+    """What to do about a number that an expression has, by the expressions and the statement around it.
+
+    Args:
+        follows: whether to look for what becomes of a variable that it is assigned to.
+    """
+    found = _UNBOUND if _called(value) == "tolist" else ""
+    node: ast.AST = value
+    while not isinstance(node, ast.stmt) and (parent := parents.get(node)) is not None:
+        if node in (getattr(parent, "test", None), *getattr(parent, "ifs", ())):
+            yield _LOOPED if isinstance(parent, ast.While) else _BRANCH
+        elif isinstance(parent, ast.Slice):
+            yield SLICE
+        elif isinstance(parent, ast.Return):
+            yield found or _RETURNED
+        elif isinstance(parent, ast.FormattedValue):
+            yield _LOGGED
+        elif isinstance(parent, ast.Subscript):
+            found = _CHOSEN if _is_called(parent, parents) else _COMPUTED
+        elif isinstance(parent, ast.BinOp):
+            found = found or _COMPUTED
+        elif isinstance(parent, (ast.Call, ast.keyword)):
+            found = _of_argument(_called(parent), found)
+        elif isinstance(parent, (ast.Assign, ast.AnnAssign)):
+            (target,) = parent.targets[:1] if isinstance(parent, ast.Assign) else [parent.target]
+            if isinstance(target, ast.Name) and follows and found in ("", _COMPUTED):
+                yield from _uses_of(target, parents)
+            elif isinstance(target, (ast.Attribute, ast.Subscript)) and not found:
+                yield _LOGGED
+        node = parent
+    yield from [found] if found else []
+
+
+def _of_argument(function: str, before: str) -> str:
+    """What to do about an argument of a function, if ``before`` was to be done about the argument's own expression."""
+    if function in ("max", "min"):
+        return _CLAMPED
+    if function in _LOGS and not (before and function in _LISTS):
+        return _LOGGED
+    if function in _SIZES or function == "range":
+        return _LOOPED if function == "range" else _SIZED
+    return before or ("" if function in _CHANGES or function in _READS else _COMPUTED)
+
+
+def _uses_of(target: ast.Name, parents: _Parents) -> Iterator[str]:
+    """The same for a variable that holds the number, by the lines after it."""
+    names = [node for node in parents if isinstance(node, ast.Name) and node.id == target.id]
+    for node in sorted(names, key=lambda node: (node.lineno, node.col_offset)):
+        if node.lineno > target.lineno and _function(node, parents) is _function(target, parents):
+            yield from _use(node, parents, follows=False)
+
+
+def _function(node: ast.AST, parents: _Parents) -> ast.AST | None:
+    while not isinstance(node, ast.FunctionDef) and node in parents:
+        node = parents[node]
+    return node
+
+
+def _is_called(node: ast.AST, parents: _Parents) -> bool:
+    return getattr(parents.get(node), "func", None) is node
+
+
+def _called(node: ast.AST) -> str:
+    """The last part of the name of the function that is called; "" if it has none."""
+    function = getattr(node, "func", None)
+    return str(getattr(function, "attr", "") or getattr(function, "id", ""))
+
+
+@lru_cache(maxsize=2)
+def _parents(text: str) -> _Parents:
+    """The parent of each node of a file, or of a cell of a notebook. Nothing if it cannot be read."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        return {}
+    return {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
