@@ -572,11 +572,11 @@ def test_one_tensor_stays_one(step_twins):
             loss = cross_entropy(model(x), y)
             loss.backward()
             optimizer.step()
-            keeper.loss = loss = loss.detach()
-            shifts = [loss, shifts[0]]
-            losses.extend((loss, loss))
-            last.append(loss)
-            return loss, loss, x, loss.view(1)
+            keeper.loss = kept = loss.detach()
+            shifts = [kept, shifts[0]]
+            losses.extend((kept, kept))
+            last.append(kept)
+            return kept, kept, x, kept.view(1), loss, loss
 
         step = step_twins.graphed(step) if graphed else step
         torch.manual_seed(1)
@@ -586,9 +586,9 @@ def test_one_tensor_stays_one(step_twins):
             results = step(x, y)
             same_as_first = [results[1], keeper.loss, *losses[-2:], last[-1], shifts[0], shifts[1]]
             found.append(torch.tensor([each is results[0] for each in same_as_first]))
-            found.append(torch.tensor([results[2] is x, shifts[1] is before[0]]))
+            found.append(torch.tensor([results[2] is x, shifts[1] is before[0], results[4] is results[5]]))
             results[0].add_(1)
-            found += [each.clone() for each in (*results, *shifts, *losses)]
+            found += [each.detach().clone() for each in (*results, *shifts, *losses)]
         return found, step
 
     expected, _ = run(False)
