@@ -9,7 +9,8 @@ Note [Attributes that nobody looks up]
 Note [How lookups are seen]
     The class of an object gets a ``__getattribute__`` and a ``__setattr__`` for the time of the run, which all lookups
     go through, also those of slots, of C code and on other threads. Whoever gets the ``__dict__``, or copies or pickles
-    the object, may have looked up everything. Names are kept by class. All attributes of an object are facts if its
+    the object, may have looked up everything. What the code only adds to, in ``self.steps += 1``, is not looked up, if
+    the bytecode of the step has told of it. Names are kept by class. All attributes of an object are facts if its
     class cannot be changed, looks attributes up by itself, or is used in what Thunder or Dynamo compile: they look
     attributes up where nobody sees it, and Dynamo does not compile what such a class does.
 """
