@@ -238,6 +238,7 @@ def test_what_a_step_writes_is_a_fact(step_twins, kind, changed):
     assert step.captures == 0 and f"{changed} changed from" in str(explain(step)), explain(step)
 
 
+@pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")
 def test_what_is_in_the_way_is_what_the_step_looks_up(step_twins):
     """The first call changes something. No step reads its loader, so that is no reason."""
     step = step_twins.graphed(Counting(step_twins.model()).step)

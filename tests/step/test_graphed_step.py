@@ -641,7 +641,7 @@ def test_python_that_changes_something_is_named(step_twins):
         trainer = Trainer()
 
         def count():
-            trainer.steps += 1
+            trainer.steps = trainer.steps + 1
 
         return usual_step(model, after=count)
 

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_map_only
 
 pytestmark = pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")
-LAST = None
+LAST, STEPS = None, 0
 
 
 @dataclass(slots=True)
@@ -25,6 +25,8 @@ class Slots:
 
 
 class Keeper:
+    epochs = 7
+
     def __init__(self, model):
         self.model, self.loss, self.before = model, torch.zeros((), device=model[0].weight.device), None
         self.before = self.loss
@@ -261,6 +263,67 @@ def test_lists_that_grow(step_twins):
     is_captured_anew_once(partial(train_with, step_twins, appended, between, 12))
 
 
+class Counted(nn.Module):
+    """Counts its calls and what it has seen, and keeps means, also in a list."""
+
+    def __init__(self, of=None):
+        super().__init__()
+        self.steps, self.seen, self.means, self.of = 0, 0, [], of
+
+    def forward(self, x):
+        self.steps += 1
+        self.seen += x.shape[0] if x.dim() else 1
+        self.means.append(x.detach().mean())
+        return x / (1 + getattr(self, "steps")) if self.of == "getattr" else x  # noqa: B009
+
+
+def numbers(model):
+    keeper, metrics, inner, calls = Keeper(model), Slots(0), Counted(), 0
+    keeper.before = SimpleNamespace(seen=3)
+    keeper.epochs = 1
+    model.append(inner)
+
+    def keep(loss, logits):
+        nonlocal calls
+        global STEPS
+        size = logits.shape[0]
+        calls += 1
+        keeper.epochs += 1
+        STEPS += size
+        metrics.loss += 2 if size > 1 else 1
+        keeper.before.seen += len(logits)
+
+    def found():
+        counts = STEPS, calls, metrics.loss, keeper.before.seen, keeper.epochs, inner.steps, inner.seen
+        return torch.tensor([*counts, *inner.means])
+
+    return keep, found, keeper, inner
+
+
+def test_numbers_that_grow(step_twins):
+    """The user may set one, and put another object in the place of one that has it."""
+
+    def between(i, keeper, inner):
+        global STEPS
+        if i == 4:
+            STEPS, inner.steps, inner.means = 100, -5, []
+        elif i == 6:
+            keeper.before = SimpleNamespace(seen=2**40)
+        elif i == 8:
+            del keeper.epochs  # that of the class counts now
+
+    def run(graphed):
+        global STEPS
+        STEPS = 0
+        found, step = train_with(step_twins, numbers, between, 12, graphed)
+        return found, step
+
+    expected, _ = run(False)
+    found, step = run(True)
+    same(found, expected)
+    assert step.replays >= 6, step.in_python
+
+
 def histories(model):
     device = model[0].weight.device
     keeper = Keeper(model)
@@ -378,6 +441,54 @@ def changes_a_list(model):
     return keep, lambda: same_list
 
 
+def counts_and_reads(model):
+    keeper, same_keeper = Keeper(model), []
+    keeper.before = 0
+    same_keeper.append(keeper)
+
+    def keep(loss, logits):
+        keeper.before += 1
+        model[0].bias.data.mul_(1 / (1 + same_keeper[0].before))
+
+    return keep, lambda: torch.tensor(keeper.before)
+
+
+def counts_and_reads_by_name(model):
+    keeper = Keeper(model)
+    keeper.before = 0
+
+    def keep(loss, logits):
+        keeper.before += 1
+        model[0].bias.data.mul_(1 / (1 + getattr(keeper, "before")))  # noqa: B009
+
+    return keep, lambda: torch.tensor(keeper.before)
+
+
+def counts_in_a_module_and_reads_by_name(model):
+    model.append(Counted("getattr"))
+    return lambda loss, logits: None, lambda: torch.tensor(model[-1].steps)
+
+
+def adds_a_number_to_itself(model):
+    keeper = Keeper(model)
+    keeper.before = 1
+
+    def keep(loss, logits):
+        keeper.before += keeper.before
+
+    return keep, lambda: torch.tensor(keeper.before)
+
+
+def adds_a_fraction(model):
+    keeper = Keeper(model)
+    keeper.before = 1
+
+    def keep(loss, logits):
+        keeper.before += 0.1
+
+    return keep, lambda: torch.tensor(keeper.before)
+
+
 def gives_an_attribute(model):
     keeper = Keeper(model)
 
@@ -425,6 +536,11 @@ REFUSED = {
     appends_and_reads_an_item: "len(history['loss']) changed",
     drops_numbers: "recent (test_places.py:{line}) has something else than tensors without a history; empty it before",
     appends_and_reads_elsewhere: "len(keeper.before) changed",
+    counts_and_reads: "same_keeper[0].before changed from",
+    counts_and_reads_by_name: "keeper.before changed from",
+    counts_in_a_module_and_reads_by_name: "model.1.steps changed from",
+    adds_a_number_to_itself: "keeper.before changed from",
+    adds_a_fraction: "keeper.before changed from",
     gives_an_attribute: "keeper.loss changed",
     keeps_a_parameter: "keeper.before changed",
 }
@@ -456,11 +572,11 @@ def test_one_tensor_stays_one(step_twins):
             loss = cross_entropy(model(x), y)
             loss.backward()
             optimizer.step()
-            keeper.loss = loss = loss.detach()
-            shifts = [loss, shifts[0]]
-            losses.extend((loss, loss))
-            last.append(loss)
-            return loss, loss, x, loss.view(1)
+            keeper.loss = kept = loss.detach()
+            shifts = [kept, shifts[0]]
+            losses.extend((kept, kept))
+            last.append(kept)
+            return kept, kept, x, kept.view(1), loss, loss
 
         step = step_twins.graphed(step) if graphed else step
         torch.manual_seed(1)
@@ -470,9 +586,9 @@ def test_one_tensor_stays_one(step_twins):
             results = step(x, y)
             same_as_first = [results[1], keeper.loss, *losses[-2:], last[-1], shifts[0], shifts[1]]
             found.append(torch.tensor([each is results[0] for each in same_as_first]))
-            found.append(torch.tensor([results[2] is x, shifts[1] is before[0]]))
+            found.append(torch.tensor([results[2] is x, shifts[1] is before[0], results[4] is results[5]]))
             results[0].add_(1)
-            found += [each.clone() for each in (*results, *shifts, *losses)]
+            found += [each.detach().clone() for each in (*results, *shifts, *losses)]
         return found, step
 
     expected, _ = run(False)

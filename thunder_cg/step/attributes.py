@@ -9,17 +9,19 @@ Note [Attributes that nobody looks up]
 Note [How lookups are seen]
     The class of an object gets a ``__getattribute__`` and a ``__setattr__`` for the time of the run, which all lookups
     go through, also those of slots, of C code and on other threads. Whoever gets the ``__dict__``, or copies or pickles
-    the object, may have looked up everything. Names are kept by class. All attributes of an object are facts if its
+    the object, may have looked up everything. What the code only adds to, in ``self.steps += 1``, is not looked up, if
+    the bytecode of the step has told of it. Names are kept by class. All attributes of an object are facts if its
     class cannot be changed, looks attributes up by itself, or is used in what Thunder or Dynamo compile: they look
     attributes up where nobody sees it, and Dynamo does not compile what such a class does.
 """
 
 from __future__ import annotations
 
+import dis
 import struct
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from inspect import currentframe
@@ -29,7 +31,8 @@ from torch import nn
 
 from thunder_cg.compat.torch import dictionary_of, names_of
 from thunder_cg.compat.torch_compile import before_dynamo_compiles
-from thunder_cg.step.reads import MISSING, own
+from thunder_cg.step.places import Place
+from thunder_cg.step.reads import GROWING, MISSING, growing, own
 
 _CHANGEABLE, _IMMUTABLE = 1 << 9, 1 << 8  # flags of a type in CPython: made by a class statement, and frozen
 _POINTER = struct.calcsize("P")  # bytes
@@ -66,6 +69,7 @@ class Attributes:
     def __init__(self) -> None:
         self.seen = 0
         self.newest = ""
+        self.grown: dict[tuple[int, str], Any] = {}  # objects, by them and names: what the last run has only added to
         self._names: dict[type, dict[str, None]] = {}
         self._whole: set[type] = set()
         self._is_whole = False
@@ -103,15 +107,30 @@ class Attributes:
             self.newest = f"any attribute of a {kind.__name__}"
         self._whole.add(kind)
 
-    def _note(self, kind: type, name: str) -> None:
+    def _note(self, value: Any, name: str) -> None:
+        kind = type(value)
         if (names := self._names.get(kind)) is None or name in names:
             return
-        if name in _EVERYTHING and _code_of_caller() not in _FOR_ONE:
-            self._add_all(kind)
-        elif name not in _EVERYTHING:
-            names[name] = None
+        caller = _caller()
+        if name in _EVERYTHING:
+            if caller is None or caller.f_code not in _FOR_ONE:
+                self._add_all(kind)
+        elif caller is not None and _only_adds(caller) and type(own(value, name)) in (*GROWING, int):
+            self.grown[id(value), name] = value
+        else:
+            self._add(kind, name)
+
+    def _add(self, kind: type, name: str) -> None:
+        if name not in self._names.get(kind, (name,)):
+            self._names[kind][name] = None
             self.seen += 1
             self.newest = f"the attribute {name} of a {kind.__name__}"
+
+    def add_grown(self, known: Container[Any]) -> None:
+        """What the last run has only added to counts as looked up, but for what is known to grow, by place."""
+        for (_, name), value in self.grown.items():
+            if Place.of(value, name).key not in known:
+                self._add(type(value), name)
 
     @contextmanager
     def watched(self, values: Iterable[Any] = ()) -> Iterator[None]:
@@ -120,6 +139,7 @@ class Attributes:
         Args:
             values: objects of which an attribute counts as written if it is another one afterwards, however it came.
         """
+        self.grown.clear()
         before = [(value, own_attributes(value)) for value in values if type(value) in self._names]
         with ExitStack() as hooks, before_dynamo_compiles(partial(self._give_up, hooks)):
             for kind in [*self._names]:
@@ -128,8 +148,8 @@ class Attributes:
         for value, then in before:
             now = own_attributes(value)
             for name in now.keys() | then.keys():
-                if now.get(name, MISSING) is not then.get(name, MISSING):
-                    self._note(type(value), name)
+                if now.get(name, MISSING) is not then.get(name, MISSING) and (id(value), name) not in self.grown:
+                    self._add(type(value), name)
 
 
 def own_attributes(value: Any) -> dict[str, Any]:
@@ -170,12 +190,20 @@ def _can_be_hooked(kind: type) -> bool:
     return bool(can_be_changed) and _resolved(kind, "__getattribute__") is object.__getattribute__
 
 
-def _code_of_caller() -> types.CodeType | None:
-    """That of the function which has caused a lookup: this one, `Attributes._note` and the hook are called for it."""
+def _caller() -> types.FrameType | None:
+    """The function that has caused a lookup: this one, `Attributes._note` and the hook are called for it."""
     frame = currentframe()
     for _ in range(3):
         frame = frame and frame.f_back
-    return frame and frame.f_code
+    return frame
+
+
+def _only_adds(frame: types.FrameType) -> bool:
+    """Whether a function looks an attribute up, or sets it, just now to add to it."""
+    at, code = frame.f_lasti, frame.f_code.co_code
+    while dis.opname[code[at]] == "CACHE":
+        at -= 2
+    return at in growing(frame.f_code)
 
 
 class _Hook:
@@ -185,7 +213,7 @@ class _Hook:
     by_class: dict[type, _Hook] = {}  # noqa: RUF012
 
     def __init__(self, kind: type) -> None:
-        self.notes: tuple[Callable[[type, str], None], ...] = ()
+        self.notes: tuple[Callable[[Any, str], None], ...] = ()
         self._kind = kind
         self._own = {name: member for name, member in dictionary_of(kind).items() if name in _HOOKED}
         self._hooks = {name: self._hook(_resolved(kind, name)) for name in _HOOKED}
@@ -195,7 +223,7 @@ class _Hook:
     def _hook(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def hook(value: Any, name: str, *args: Any) -> Any:
             for note in () if hasattr(_ours, "looks") else self.notes:
-                note(type(value), name)
+                note(value, name)
             return original(value, name, *args)
 
         vars(hook)[_ORIGINAL] = original
@@ -212,7 +240,7 @@ class _Hook:
 
 
 @contextmanager
-def _hooked(kind: type, note: Callable[[type, str], None]) -> Iterator[None]:
+def _hooked(kind: type, note: Callable[[Any, str], None]) -> Iterator[None]:
     with _Hook.lock:
         hook = _Hook.by_class.get(kind) or _Hook.by_class.setdefault(kind, _Hook(kind))
         hook.notes = (*hook.notes, note)

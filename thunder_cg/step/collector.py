@@ -384,7 +384,7 @@ class Collector:
             self.facts[f"{where}.training"] = bool, module.training
             attributes, parameters, buffers, modules = module_dictionaries(module)
             looked_up: Mapping[str, Any] = attributes
-            if is_users(type(module)) and (names := self._names_of(module)) is not None:
+            if may_change(type(module)) and (names := self._names_of(module)) is not None:
                 looked_up = self._only({*_OF_MODULES, *names}, module, attributes)
             else:
                 self._watch(module, attributes)

@@ -560,8 +560,9 @@ def _forget_oldest(by_layout: dict[Any, Any]) -> None:
 
 
 def _detached(result: Any) -> Any:
-    """The result as a replay returns it: without a history."""
-    return tree_map_only(torch.Tensor, lambda t: t.detach() if t.requires_grad else t, result)
+    """The result as a replay returns it: without a history. One tensor stays one."""
+    made: dict[int, Tensor] = {}
+    return tree_map_only(Tensor, lambda t: made.setdefault(id(t), t.detach()) if t.requires_grad else t, result)
 
 
 def _said(error: BaseException) -> str:

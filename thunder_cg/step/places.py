@@ -28,7 +28,7 @@ from thunder_cg.compat.torch import (
     tree_unflatten,
 )
 from thunder_cg.runtime.tensors import layout
-from thunder_cg.step.reads import MISSING, Path, content_of_cell, may_change, own, value_of
+from thunder_cg.step.reads import MISSING, Path, Read, content_of_cell, may_change, own, value_of
 
 _CONTAINERS = (tuple, list, dict)
 _LEAF = tree_flatten(0)[1]
@@ -111,6 +111,12 @@ def places_of(path: Path) -> Iterator[Place]:
         yield Place.of(value, name)
         if i < len(names) - 1:  # the last one may be a property
             value = value.get(name, MISSING) if type(value) is dict else value_of(value, (name,))
+
+
+def place_of_read(read: Read) -> tuple[Place, ...]:
+    """Where the value is that a name leads to now; none if that is not known."""
+    places = () if read.path is None else [*places_of(read.path)]
+    return (places[-1],) if places and places[-1].get() is read.get() else ()
 
 
 @dataclass(frozen=True)

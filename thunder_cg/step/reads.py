@@ -10,11 +10,12 @@ Note [Packages]
     for PyTorch's settings: those in C++ are compared by themselves (see `states_outside`), those that are plain values
     of its modules where a function that has run reads them (`settings_in`).
 
-Note [Lists that grow]
+Note [What only grows]
     ``losses.append(loss)`` and ``losses.extend(...)`` read nothing of the list, so nothing of it has to be as it was: a
     replay appends to the list that is there. If the step reads the list in any other way, that is another read, and
     all of the list is compared. It may be a deque, or an item of a dictionary: ``history["loss"].append(loss)`` reads
-    only which list that is.
+    only which list that is. So it is with an integer that the step only adds to, as in ``self.steps += 1``: a replay
+    adds what the capture has added.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial, partialmethod
 from glob import escape as glob_escape, glob
 from importlib.util import resolve_name
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import thunder
@@ -86,8 +88,10 @@ _OF_TWO = {
     "STORE_FAST_STORE_FAST": ("STORE_FAST", "STORE_FAST"),
 }
 _LOCALS = {"LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW"}
-GROWING = list, deque  # see Note [Lists that grow]
+GROWING = list, deque  # see Note [What only grows]
+_ADDED_TO = "+="  # in the place of an attribute: the code only adds to what the names before it lead to
 _GROWS = {"append", "extend"}
+_LOOKUPS = {"LOAD_ATTR", "LOAD_METHOD"}
 _DICTIONARIES = dict, OrderedDict, defaultdict
 _NEUTRAL = {"CACHE", "COPY", "DUP_TOP", "EXTENDED_ARG", "NOP"}  # what was loaded last stays on top of the stack
 
@@ -123,7 +127,7 @@ class Read:
     line: str = ""  # of the user's code that names it
     is_code: bool = False  # whether it is a function or a method
     is_compiled: bool = False  # whether Thunder or Dynamo compiles what reads it
-    only_grows: bool = False  # see Note [Lists that grow]
+    only_grows: bool = False  # see Note [What only grows]
 
 
 class Called(NamedTuple):
@@ -166,6 +170,7 @@ def reads_of(fn: Callable[..., Any], modules: Iterable[nn.Module] = (), called: 
             value = read.get()
             if value is MISSING and of_package:
                 continue  # of which there are many
+            read = replace(read, only_grows=read.only_grows and not in_compiled)
             is_method = isinstance(value, _METHODS) and not isinstance(value.__self__, types.ModuleType)
             if of_package and not is_method and not is_data(value):
                 continue
@@ -176,9 +181,11 @@ def reads_of(fn: Callable[..., Any], modules: Iterable[nn.Module] = (), called: 
             if in_compiled:
                 compiled.update((place, (place, "owner")))
             label = read.label.rpartition(".")[0] or read.label
-            if _grows_a_list(value) and not in_compiled:
-                get = partial(_owner_of, read.get)
-                found.setdefault((place, "list"), replace(read, label=label, get=get, path=None, only_grows=True))
+            if read.only_grows:
+                found.setdefault((place, "number"), read)
+            elif _grows_a_list(value) and not in_compiled:
+                get, path = partial(_owner_of, read.get), read.path and (read.path[0], read.path[1][:-1])
+                found.setdefault((place, "list"), replace(read, label=label, get=get, path=path, only_grows=True))
             elif is_method:
                 path = read.path and (read.path[0], read.path[1][:-1])
                 get = partial(_owner_of, read.get)
@@ -365,8 +372,10 @@ def _reads_in(function: types.FunctionType, owner: Any, is_rooted: bool) -> Iter
         elif of_package:
             label = f"{variables.get('__name__') if chain.scope == 'global' else function.__name__}.{name}"
         if name in bound and chain.scope != "global":
-            if not (is_rooted and attributes and _has(owner, attributes[0])):
-                yield _read(label, at, owner, (), attributes, partial(value_of, owner))
+            place, read = _read(label, at, owner, (), attributes, partial(value_of, owner))
+            is_seen = is_rooted and attributes and _has(owner, attributes[0])
+            if not is_seen or read.only_grows or _grows_a_list(read.get()):
+                yield place, read
         elif chain.scope == "cell" and name in cells:
             yield _read(label, at, cells[name], (), attributes, partial(_in_cell, cells[name]))
         elif chain.scope == "global" and not (of_package and name not in variables and hasattr(builtins, name)):
@@ -391,9 +400,13 @@ def _read(
         start, names: where the path to the first value begins.
         look_up: what attributes of that value lead to.
     """
-    get = partial(look_up, attributes)
+    get, only_grows = partial(look_up, attributes), False
     for i, name in enumerate(attributes):
         owner = look_up(attributes[:i])
+        if name == _ADDED_TO:
+            attributes, only_grows = attributes[:i], type(owner) is int
+            get = partial(look_up, attributes)
+            break
         if isinstance(name, _Item):
             if type(look_up(attributes[: i + 1])) in GROWING:
                 label = f"{'.'.join((label, *attributes[:i]))}[{name.key!r}].{attributes[-1]}"
@@ -410,7 +423,7 @@ def _read(
             get = partial(look_up, attributes)
             break
     path = start, (*names, *attributes)
-    return (id(start), *path[1]), Read(".".join((label, *attributes)), get, path=path, line=line)
+    return (id(start), *path[1]), Read(".".join((label, *attributes)), get, path=path, line=line, only_grows=only_grows)
 
 
 def _property_of(owner: Any, name: str) -> types.FunctionType | None:
@@ -469,15 +482,15 @@ def settings_in(
         if str(variables.get("__name__")).startswith(_WITHOUT_SETTINGS):
             continue
         for chain in chains(code):
-            name = (chain.attributes or (chain.name,))[-1]
+            attributes = tuple(each for each in chain.attributes if each != _ADDED_TO)
+            name = (attributes or (chain.name,))[-1]
             if name.isupper() or name == IS_PROFILING:
                 continue  # a constant, or what no result depends on
             module = _imported(chain.name, variables) if chain.scope == "import" else None
             if chain.scope == "global" and chain.name in variables:
-                place = id(variables), chain.name, chain.attributes
-                found[place] = partial(_in_globals, variables, chain.name, chain.attributes)
+                found[id(variables), chain.name, attributes] = partial(_in_globals, variables, chain.name, attributes)
             elif module is not None:
-                found[module, chain.attributes] = partial(_in_globals, sys.modules, module, chain.attributes)
+                found[module, attributes] = partial(_in_globals, sys.modules, module, attributes)
     values = [(get, get()) for get in found.values()]
     return [(get, value) for get, value in values if type(value) in _SIMPLE]
 
@@ -552,6 +565,20 @@ def _in_globals(variables: dict[str, Any], name: str, attributes: tuple[Any, ...
 
 
 @cache
+def growing(code: types.CodeType) -> Set[int]:
+    """Where the code looks an attribute up, or stores it, only to add to it: see Note [What only grows]."""
+    found: set[int] = set()
+    instructions = [*_instructions(code)]
+    for before, each in pairwise(instructions):
+        if each.value == _ADDED_TO:
+            rest = instructions[instructions.index(before) :]
+            found.update([before.offset, next((x.offset for x in rest if x.name == "STORE_ATTR"), before.offset)])
+        elif each.name in _LOOKUPS and each.value in _GROWS and before.name == "LOAD_ATTR":
+            found.add(before.offset)
+    return found
+
+
+@cache
 def chains(code: types.CodeType) -> Mapping[_Chain, int]:
     """What the code and the functions in it load or store, in the order of the code, and the first line of each."""
     found: dict[_Chain, int] = {}
@@ -566,7 +593,7 @@ def chains(code: types.CodeType) -> Mapping[_Chain, int]:
         if current is not None:
             found.setdefault(current, current_line)
 
-    for name, value, line in _instructions(code):
+    for name, value, line, _ in _instructions(code):
         level, names = arguments
         arguments.append(value)
         if name in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR") and current is not None:
@@ -603,33 +630,67 @@ def chains(code: types.CodeType) -> Mapping[_Chain, int]:
     return found
 
 
-def _instructions(code: types.CodeType) -> Iterator[tuple[str, Any, int]]:
+class _Instruction(NamedTuple):
+    name: str
+    value: Any
+    line: int
+    offset: int
+
+
+def _instructions(code: types.CodeType) -> Iterator[_Instruction]:
     """The names and arguments of the instructions, with their lines.
 
     Python 3.13 has one instruction for two variables, which are two here.
     """
     starts, line = dict(dis.findlinestarts(code)), code.co_firstlineno
-    found: list[tuple[str, Any, int]] = []
+    found: list[_Instruction] = []
+    copied: set[int] = set()  # that follow a copy of what is on top of the stack
+    before = ""
     for each in dis.get_instructions(code):
         line = starts.get(each.offset) or line
         names = _OF_TWO.get(each.opname)
+        copied.update([len(found)] if before in ("COPY", "DUP_TOP") else [])
+        before = each.opname if each.opname not in ("CACHE", "EXTENDED_ARG") else before
         for name, value in ((each.opname, each.argval),) if names is None else zip(names, each.argval):
             if name not in _NEUTRAL:
-                found.append((name, value, line))
-    instructions = iter(range(len(found)))
-    for i in instructions:
-        name, value, line = found[i]
+                name = "INPLACE_ADD" if each.argrepr == "+=" else name
+                found.append(_Instruction(name, value, line, each.offset))
+    rest = iter(range(len(found)))
+    for i in rest:
+        one = found[i]
         if _grows_an_item(found[i : i + 3]):
-            next(instructions)
-            name, value = "LOAD_ATTR", _Item(value)
-        yield name, value, line
+            next(rest)
+            one = one._replace(name="LOAD_ATTR", value=_Item(one.value))
+        is_variable = _adds_to_a_variable(found[i : i + 4])
+        yield one
+        if is_variable or (i in copied and _adds_to_an_attribute(found[i:])):
+            yield one._replace(name="LOAD_ATTR", value=_ADDED_TO)
+        if is_variable:
+            yield found[i + 1]
+            [next(rest) for _ in range(3)]
 
 
-def _grows_an_item(instructions: list[tuple[str, Any, int]]) -> bool:
+def _grows_an_item(instructions: list[_Instruction]) -> bool:
     """Whether they are those of ``["loss"].append``."""
-    names = [name for name, _, _ in instructions]
-    is_method = names[:2] == ["LOAD_CONST", "BINARY_SUBSCR"] and names[2:] in (["LOAD_ATTR"], ["LOAD_METHOD"])
-    return is_method and instructions[2][1] in _GROWS
+    names = [each.name for each in instructions]
+    is_method = names[:2] == ["LOAD_CONST", "BINARY_SUBSCR"] and names[2:3] and names[2] in _LOOKUPS
+    return bool(is_method) and instructions[2].value in _GROWS
+
+
+def _adds_to_an_attribute(instructions: list[_Instruction]) -> bool:
+    """Whether they begin with those of ``.n += ...``."""
+    first = next((i for i, each in enumerate(instructions) if each.name == "STORE_ATTR"), 0)
+    is_same = instructions[0].name == "LOAD_ATTR" and instructions[0].value == instructions[first].value
+    return is_same and instructions[first - 2].name == "INPLACE_ADD"
+
+
+def _adds_to_a_variable(instructions: list[_Instruction]) -> bool:
+    """Whether they are those of ``n += 1`` or ``n += size``."""
+    names = [each.name for each in instructions]
+    if names[2:] not in (["INPLACE_ADD", "STORE_GLOBAL"], ["INPLACE_ADD", "STORE_DEREF"]):
+        return False
+    is_same = names[0].removeprefix("LOAD_") == names[3].removeprefix("STORE_")
+    return is_same and instructions[0].value == instructions[3].value and names[1] in {"LOAD_CONST", *_LOCALS}
 
 
 def _begun(name: str, value: Any, aliases: dict[str, _Chain | None]) -> _Chain | None:

@@ -64,7 +64,7 @@ from thunder_cg.step.gradients import (
 from thunder_cg.step.memory import nbytes
 from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, memory_of_tensors, moved, refuse_other_memory
 from thunder_cg.step.outside import states_outside
-from thunder_cg.step.places import Carried
+from thunder_cg.step.places import Carried, place_of_read
 from thunder_cg.step.reads import Read, is_constant, settings_in
 from thunder_cg.step.snapshot import Snapshot
 from thunder_cg.step.stack import clear_stack
@@ -206,6 +206,7 @@ class StepRecording(RecordingUse):
     gradient_nbytes: int  # of the pool: recordings may share gradients
     settings: list[tuple[Callable[[], Any], Any]]  # of PyTorch, that the step read, and what ABC.register() has changed
     carried: list[tuple[Callable[[Any], object], Any, int]]  # puts a value with a structure and a number of tensors
+    added: list[tuple[Read, int]]  # to numbers
     only_once: CaptureRefused | None = None  # why no later replay would be right; the first one is
     last_call: int = 0  # of the step that used it
     without_graphs: int = 0  # what a call in Python has allocated at a time, at least
@@ -253,10 +254,8 @@ class StepRecording(RecordingUse):
             carried: what `carried_in` has returned.
             left: gradients that earlier replays have left, of this recording or another one.
         """
-        if any(address_if_any(tensor) in self.memory for tensor in carried):
-            return _KEPT_SHARES
-        if _storages(batch.tensors) & (self.memory | _storages(carried)):
-            return _SHARES
+        if (problem := _shared(batch.tensors, carried, self.memory)) is not None:
+            return problem
         if self.overwritten.are_held() or (left is not self.left and self._may_reuse(left)):
             return "a gradient of an earlier step is still held, and a replay would overwrite it; clone it"
         return None
@@ -302,6 +301,9 @@ class StepRecording(RecordingUse):
         for put, structure, count in reversed(self.carried):
             results, tensors = results[:-count], results[-count:]
             put(tree_unflatten(tensors, structure))
+        for read, number in self.added:
+            for at in place_of_read(read):
+                at.put(at.get() + number)
         for each in self.left:
             if each.parameter.grad is not each.tensor:
                 each.parameter.grad = each.tensor
@@ -324,6 +326,7 @@ class _Body:
         self._aliases = [aliases[id(buffer)] for buffer in carried]  # what is carried in
         self._buffer_of = {id(alias): buffer for alias, buffer in zip(self._aliases, carried)}
         self.carried: list[tuple[Callable[[Any], object], Any, int]] = []  # what is carried out
+        self.added: list[tuple[Read, int]] = []
         self.structure: Any = None
         self.addresses: Mapping[int, str] = {}
         self.outputs: Outputs | None = None
@@ -334,6 +337,7 @@ class _Body:
         self._calls.watch()
         attributes = self._state.attributes
         lists = [_Grown.of(*each, self._state.device.type) for each in self._state.lists().values()]
+        numbers = [*self._state.numbers().values()]
         watched = nullcontext() if attributes is None else attributes.watched(self._state.objects)
         try:
             with (
@@ -364,6 +368,7 @@ class _Body:
         self.structure = structure, len(leaves)
         self.addresses = {**self._captured_addresses(backend), **self._calls.communicated}
         left += self._take_appended(lists)
+        self._take_added(numbers)
         if _storages(left) & _storages(each.grad for each in self._state.parameters):
             raise CaptureRefused(_IS_GRADIENT)
         self.results = _storages(leaves)
@@ -407,7 +412,7 @@ class _Body:
             left += now.tensors
 
     def _take_appended(self, lists: Iterable[_Grown]) -> list[Tensor]:
-        """What the step has appended to lists, which get back what they had. See Note [Lists that grow] in reads.py."""
+        """What the step has appended to lists, which get back what they had. See Note [What only grows] in reads.py."""
         left: list[Tensor] = []
         for each in lists:
             read = each.read
@@ -419,6 +424,15 @@ class _Body:
             self.carried.append((partial(_extend, read.get), carried.structure, len(carried.tensors)))
             left += carried.tensors
         return left
+
+    def _take_added(self, numbers: Iterable[tuple[Read, int]]) -> None:
+        """What the step has added to numbers, which get back what they were."""
+        for read, before in numbers:
+            if type(now := read.get()) is not int:
+                raise CaptureRefused(f"the step makes {read.label} a {type(now).__name__} ({read.line})")
+            for at in place_of_read(read):
+                at.put(before)
+            self.added.append((read, now - before))
 
     def copied_out(self, pool: Pool, results: Sequence[Any]) -> list[Tensor]:
         tensors = [*self._buffers, *self._state.memory]
@@ -577,9 +591,7 @@ class StepCapture:
         refuse_other_memory(addresses, known, [*own, *self._held_elsewhere()], state.device, pool, memory)
         kernels = kernel_settings(Settings.ALL)
         tensors, expected = [parameter.grad for parameter in state.parameters], before.expected(addresses)
-        are_kept = [not (each is ANY or each is THERE) for each in expected]  # a later step does not drop them first
-        if body.results & _storages(compress(tensors, are_kept)):
-            raise CaptureRefused(_IS_GRADIENT)
+        _refuse_results(body.results, tensors, expected)
         found = zip(tensors, state.parameters, expected)
         left = [GraphGradient.of(g, p) for g, p, before in found if g is not None and before is not LIKE]
         kept = {id(each) for each in expected if isinstance(each, Tensor)}
@@ -600,6 +612,7 @@ class StepCapture:
             gradient_nbytes=nbytes(g for g in tensors if g is not None and _is_in(g, pool)),
             only_once=missing,
             carried=body.carried,
+            added=body.added,
             communicates=self.calls.groups,
             settings=[
                 *((get, get()) for get in (kernels, get_cache_token)),
@@ -610,11 +623,8 @@ class StepCapture:
     def _inputs(self, before: GradientsBefore) -> list[Tensor]:
         """The tensors of the batch and those that are carried; `CaptureLater` if they share memory with others."""
         batch, carried = self.batch.tensors, self.state.carried_tensors()
-        others = _storages([*self.state.memory, *before.memory])
-        if _storages(carried) & others:
-            raise CaptureLater(_KEPT_SHARES)
-        if _storages(batch) & (others | _storages(carried)):
-            raise CaptureLater(_SHARES)
+        if (problem := _shared(batch, carried, _storages([*self.state.memory, *before.memory]))) is not None:
+            raise CaptureLater(problem)
         return [*batch, *carried]
 
     def _touched(self, versions: Sequence[int], buffers: Sequence[Tensor]) -> list[Tensor]:
@@ -697,6 +707,20 @@ def _refuse_gradients(state: StepState) -> None:
         if gradient is not None and not has_storage(gradient):
             problem = f"a gradient is a tensor with the layout {gradient.layout}, which has no address"
             raise CaptureRefused(f"{problem}; make its module with sparse=False")
+
+
+def _refuse_results(results: frozenset[int], gradients: Sequence[Tensor | None], expected: Sequence[Any]) -> None:
+    """`CaptureRefused` if a gradient is among the results, and a later step does not drop it before it adds to it."""
+    are_kept = [not (each is ANY or each is THERE) for each in expected]
+    if results & _storages(compress(gradients, are_kept)):
+        raise CaptureRefused(_IS_GRADIENT)
+
+
+def _shared(arguments: Iterable[Tensor], carried: Sequence[Tensor], memory: frozenset[int]) -> str | None:
+    """What shares memory with something else that the step uses, in words."""
+    if (kept := _storages(carried)) & memory:
+        return _KEPT_SHARES
+    return _SHARES if _storages(arguments) & (memory | kept) else None
 
 
 def _storages(tensors: Iterable[Any]) -> frozenset[int]:

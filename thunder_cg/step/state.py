@@ -39,10 +39,10 @@ from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.tensors import has_history, layout, same_tensors
 from thunder_cg.step.attributes import Attributes, Names
 from thunder_cg.step.collector import CONTAINERS, Collector, is_simple
-from thunder_cg.step.facts import Facts, Same, is_equal, subject
+from thunder_cg.step.facts import Content, Facts, Same, is_equal, subject
 from thunder_cg.step.gradients import place_of
 from thunder_cg.step.outside import shared_generator
-from thunder_cg.step.places import Carried, Place, places_of
+from thunder_cg.step.places import Carried, Place, place_of_read
 from thunder_cg.step.reads import GROWING, MISSING, Called, Read, content_of_cell, is_compiled, links_of, reads_of
 from thunder_cg.step.snapshot import Snapshot
 
@@ -90,8 +90,8 @@ class StepState:
         simple = Collector(device_type, self._names, carried)
         self._paths = [read.path for read, _ in reads if read.path is not None]
         self._lines = {shared_generator(value) or read.label: read.line for read, value in reads}
-        self._growing = [read for read, _ in reads if read.only_grows]
-        reads = [(read, value) for read, value in reads if not read.only_grows]
+        self._growing = [read for read, value in reads if _grows(read, value)]
+        reads = [(read, value) for read, value in reads if not _grows(read, value)]
         reads = [(read, value) for read, value in reads if not self._is_carried(read, value, simple)]
         self._simple = [(read, value) for read, value in reads if read.is_owner or is_simple(value, device_type)]
         self._others = [(read, value) for read, value in reads if not (read.is_owner or is_simple(value, device_type))]
@@ -99,7 +99,7 @@ class StepState:
             if read.is_owner and not isinstance(value, (nn.Module, Optimizer)):
                 simple.facts[read.label] = Same(value)
             else:
-                simple.add(read.label, value, 0, _place_of(read))
+                simple.add(read.label, value, 0, place_of_read(read))
         self._link()
         others = self._collect_others()
         roots_found = {**others.roots, **simple.roots, **{id(root): (name, root) for name, root in roots.items()}}
@@ -107,7 +107,7 @@ class StepState:
         heavy = self._collect_roots()
         self._behind_names, self._of_roots = others.watch.begin(others.facts), heavy.watch.begin(heavy.facts)
         self._hooks_registered = registered_hooks()
-        self.facts = Facts.of(simple.facts, others.facts, heavy.facts, self._facts_of_lists())
+        self.facts = Facts.of(simple.facts, others.facts, heavy.facts, self._facts_of_growing())
         self.hooked = self._said(*simple.hooked, *others.hooked, *heavy.hooked)
         self.objection = self.hooked or self._said(*simple.objections, *others.objections, *heavy.objections)
         self.tensors = [*{**simple.tensors, **others.tensors, **heavy.tensors}.values()]
@@ -123,7 +123,8 @@ class StepState:
 
     def _is_carried(self, read: Read, value: Any, collector: Collector) -> bool:
         """Whether what a name leads to is carried, which is checked by itself."""
-        return bool(self._to_carry) and not read.is_owner and collector.add_carried(read.label, value, _place_of(read))
+        may_be = bool(self._to_carry) and not read.is_owner
+        return may_be and collector.add_carried(read.label, value, place_of_read(read))
 
     def _link(self) -> None:
         """One check in C++ of the functions and methods that names lead to, in the place of one for each."""
@@ -154,10 +155,12 @@ class StepState:
 
     def first_unknown(self, called: Sequence[Called]) -> str | None:
         """Something that these functions read, or that was looked up, and that is no part of the state."""
-        if self.attributes is not None and self.attributes.seen != self._seen:
-            return self.attributes.newest
         reads = self._reads([*self._called, *called])
-        return next((read.label for read in reads if read.place not in self._places), None)
+        new = next((read.label for read in reads if read.place not in self._places), None)
+        if self.attributes is None or new is not None:
+            return new
+        self.attributes.add_grown({place.key for read in self._growing for place in place_of_read(read)})
+        return self.attributes.newest if self.attributes.seen != self._seen else None
 
     @property
     def device(self) -> torch.device:
@@ -168,7 +171,7 @@ class StepState:
         collector = Collector(self._device_type, self._names, self._to_carry)
         for read, _ in self._others:
             collector.in_compiled = read.is_compiled
-            collector.add(read.label, read.get(), 0, _place_of(read))
+            collector.add(read.label, read.get(), 0, place_of_read(read))
         collector.in_compiled = False
         for read, value in self._simple:
             if read.is_owner:
@@ -233,7 +236,7 @@ class StepState:
                 return False
         if not self._are_facts_same():
             return False
-        if self._growing and any(self.facts[label] != fact for label, fact in self._facts_of_lists().items()):
+        if self._growing and any(self.facts[label] != fact for label, fact in self._facts_of_growing().items()):
             return False
         if not self.tensors:
             return True
@@ -318,14 +321,21 @@ class StepState:
         """Those to which the step only appends, and deques, by identity."""
         return {id(value): (read, value) for read in reversed(self._growing) if type(value := read.get()) in GROWING}
 
-    def _facts_of_lists(self) -> Facts:
-        """See Note [Lists that grow] in reads.py. Where names lead to the same list is a fact."""
+    def numbers(self) -> dict[Any, tuple[Read, int]]:
+        """Those to which the step only adds, by the keys of their places."""
+        numbers = [(read, value) for read in reversed(self._growing) if type(value := read.get()) is int]
+        return {place.key: (read, value) for read, value in numbers for place in place_of_read(read)}
+
+    def _facts_of_growing(self) -> Facts:
+        """See Note [What only grows] in reads.py. Where names lead to the same list or number is a fact."""
         facts = Facts()
-        names: dict[int, str] = {}  # by identity, the first
+        names: dict[Any, str] = {}  # by identity or place, the first
         for read in self._growing:
             value = read.get()
-            name = names.setdefault(id(value), read.label)
-            facts[f"the list {read.label}"] = type(value) in GROWING and (name, getattr(value, "maxlen", None))
+            key = [place.key for place in place_of_read(read)] if type(value) is int else id(value)
+            first = names.setdefault(str(key), read.label)
+            kind = type(value) if _grows(read, value) else None
+            facts[f"type({read.label})"] = Content((kind, first, getattr(value, "maxlen", None)))
         return facts
 
     def snapshot(self) -> Snapshot:
@@ -343,9 +353,9 @@ class StepState:
         self._holders = []
 
 
-def _place_of(read: Read) -> tuple[Place, ...]:
-    places = () if read.path is None else [*places_of(read.path)]
-    return (places[-1],) if places and places[-1].get() is read.get() else ()
+def _grows(read: Read, value: Any) -> bool:
+    """Whether only what the step adds counts. A class may have a number that an object has not yet."""
+    return read.only_grows and (type(value) in GROWING or (type(value) is int and bool(place_of_read(read))))
 
 
 def newly_carried(before: StepState, after: StepState) -> dict[str, Place]:
