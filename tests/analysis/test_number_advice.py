@@ -48,6 +48,8 @@ UNBIND, READ_AFTER = "Tensor.unbind in the place of tolist()", "return the 0-dim
         ("a, b = x.tolist()", UNBIND),
         ("return y, x.norm().item()", READ_AFTER),
         ("k = x.norm().item()\n    return y, k", READ_AFTER),
+        ("fns.append(lambda x: float(x.sum()))", READ_AFTER),
+        ("if x.sum() > 0: x = y", CHOOSE),
         ("k = x.norm().item()", KEEP_ON_DEVICE),
         ("x = y", KEEP_ON_DEVICE),
     ],
@@ -70,7 +72,7 @@ def test_advice_for_a_branch(tmp_path: Path) -> None:
 
 
 def test_advice_for_a_read_in_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    (tmp_path / "broken.py").write_text("if x.item(\n")
+    (tmp_path / "broken.py").write_text("y = x.item(\n")
     for file in (tmp_path / "broken.py", tmp_path / "missing.py"):
         assert advice.for_read(SourceLine(str(file), 1)) == KEEP_ON_DEVICE
     assert advice.for_read(None) == KEEP_ON_DEVICE

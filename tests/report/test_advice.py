@@ -524,7 +524,7 @@ def test_all_that_dynamo_leaves_to_python_is_said():
     for _ in range(3):
         compiled(torch.ones(2, 4))
     first, second = _BreaksTwice.halved.__code__.co_firstlineno, _BreaksTwice.forward.__code__.co_firstlineno
-    parts = f"halved (test_advice.py:{first}), forward (from test_advice.py:{second + 1} on)"
+    parts = f"halved (test_advice.py:{first}) and forward (from test_advice.py:{second + 1} on)"
     said = str(explain(compiled))
     assert f"\nNot in these numbers are {parts}, which Dynamo leaves to plain Python, as said below.\n" in said
     assert (

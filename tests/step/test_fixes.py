@@ -198,7 +198,7 @@ def on(device, what):
         ),
         (
             lambda y, ones: float(y.sum()),
-            "the host reads a value there; return the tensor, and read it outside of the step",
+            "the host reads a value there; return the 0-dim tensor, and read it after the call",
             lambda y, ones: y.sum(),
         ),
         (

@@ -61,7 +61,10 @@ def fitting(fix: str, operator: str, line: SourceLine | None) -> str:
 
 def for_read(line: SourceLine | None = None) -> str:
     """What to do about the read of a number on a line, by what becomes of the number."""
-    return next(_uses(line), KEEP_ON_DEVICE) if line is not None else KEEP_ON_DEVICE
+    if line is None:
+        return KEEP_ON_DEVICE
+    is_branch = (line.text or "").startswith(("if ", "elif ", "while ", "assert "))
+    return next(_uses(line), for_branch(line) if is_branch else KEEP_ON_DEVICE)
 
 
 def for_branch(line: SourceLine | None = None) -> str:
@@ -95,7 +98,7 @@ def _use(value: ast.expr, parents: _Parents, *, follows: bool = True) -> Iterato
             yield _LOOPED if isinstance(parent, ast.While) else _BRANCH
         elif isinstance(parent, ast.Slice):
             yield SLICE
-        elif isinstance(parent, ast.Return):
+        elif isinstance(parent, (ast.Return, ast.Lambda)):
             yield found or _RETURNED
         elif isinstance(parent, ast.FormattedValue):
             yield _LOGGED

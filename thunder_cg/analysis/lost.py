@@ -34,7 +34,9 @@ _CHANGED = (
 )
 
 
-_CALLED = "is called while Thunder traces, and in no call; {}, or compile with thunder_cg.thunderfx, which leaves it to Python"
+_CALLED = (
+    "is called while Thunder traces, and in no call; {}, or compile with thunder_cg.thunderfx, where Python calls it"
+)
 _INSTEAD = {"print": "print after the call", "logging": "log after the call", "random": "draw with torch.rand"}
 
 

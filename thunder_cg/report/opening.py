@@ -91,8 +91,8 @@ def failures(report: Report) -> Iterator[str]:
 def left_to_python(report: Report) -> Iterator[str]:
     """The parts of a function of which Dynamo compiles nothing, so that no trace has their operators."""
     if names := [each.part for each in report.breaks if each.part]:
-        is_are = "is" if len(names) == 1 else "are"
-        yield f"Not in these numbers {is_are} {', '.join(names)}, which Dynamo leaves to plain Python, as said below."
+        said = f"Not in these numbers {'is' if len(names) == 1 else 'are'} {' and '.join(names)}"
+        yield f"{said}, which Dynamo leaves to plain Python, as said below."
 
 
 def in_python(report: Report) -> Iterator[str]:

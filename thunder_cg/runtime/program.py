@@ -549,7 +549,7 @@ class Program:
 
     def raise_if_strict(self, reason: str) -> None:
         if self.options.strict and reason not in skip_reasons.HELD_ELSEWHERE:
-            fix = skip_reasons.FIXES.get(reason, "fix that (print(explain(fn)) has the plan)")
+            fix = self.fixes.get(reason, "fix that (print(explain(fn)) has the plan)")
             raise CaptureError(f"{self.label}, call {self.calls}", reason, fix)
 
     def count_fallback(self, reason: str, fix: str) -> None:

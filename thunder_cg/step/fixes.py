@@ -20,6 +20,9 @@ from torch.distributions import Distribution
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from thunder_cg.analysis.advice import for_read
+from thunder_cg.analysis.rules import KEEP_ON_DEVICE
+from thunder_cg.analysis.sources import SourceLine
 from thunder_cg.compat.lines import line_in_trace
 from thunder_cg.compat.torch import names_of, tensors_in
 from thunder_cg.runtime.tensors import has_history
@@ -185,6 +188,12 @@ def where(error: BaseException) -> str:
     others = [each for each in lines[users[-1] + 1 if users else 0 :] if is_of_package(each[0])]
     if users and others and fix in (_READ, _READ_OR_MASK):
         fix = _MASKS if others[-1][0].endswith(_MASKING) else _OUTSIDE
+    elif (
+        users
+        and fix in (_READ, _READ_OR_MASK)
+        and (of_line := for_read(SourceLine(*lines[users[-1]]))) != KEEP_ON_DEVICE
+    ):
+        fix = f"the host reads a value there; {of_line.replace('the compiled function', 'the step')}"
     end = "" if fix is None else f"; {fix}"
     if not users:
         return end
