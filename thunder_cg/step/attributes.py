@@ -18,13 +18,13 @@ Note [How lookups are seen]
 from __future__ import annotations
 
 import dis
+import inspect
 import struct
 import threading
 import types
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
-from inspect import currentframe
 from typing import Any
 
 from torch import nn
@@ -176,6 +176,14 @@ def hides_state(kind: type) -> type | None:
     return None
 
 
+def only_sets(value: Any, name: str) -> bool:
+    """Whether the class of an object does nothing but set an attribute that somebody sets."""
+    member = inspect.getattr_static(type(value), name, None)
+    is_descriptor = hasattr(type(member), "__set__") and not inspect.ismemberdescriptor(member)
+    plain = object.__setattr__, type.__setattr__, nn.Module.__setattr__
+    return not is_descriptor and _resolved(type(value), "__setattr__") in plain
+
+
 def _resolved(kind: type, name: str) -> Any:
     """What a class or its bases define as a method, without hooks."""
     found = next(names[name] for each in kind.__mro__ if name in (names := dictionary_of(each)))
@@ -192,7 +200,7 @@ def _can_be_hooked(kind: type) -> bool:
 
 def _caller() -> types.FrameType | None:
     """The function that has caused a lookup: this one, `Attributes._note` and the hook are called for it."""
-    frame = currentframe()
+    frame = inspect.currentframe()
     for _ in range(3):
         frame = frame and frame.f_back
     return frame

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from types import CellType, MappingProxyType
 from typing import Any
 
 import torch
@@ -37,13 +37,23 @@ from thunder_cg.compat.torch import (
 )
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.tensors import has_history, layout, same_tensors
-from thunder_cg.step.attributes import Attributes, Names
+from thunder_cg.step.attributes import Attributes, Names, only_sets
 from thunder_cg.step.collector import CONTAINERS, Collector, is_simple
 from thunder_cg.step.facts import Content, Facts, Same, is_equal, subject
 from thunder_cg.step.gradients import place_of
 from thunder_cg.step.outside import shared_generator
 from thunder_cg.step.places import Carried, Place, place_of_read
-from thunder_cg.step.reads import GROWING, MISSING, Called, Read, content_of_cell, is_compiled, links_of, reads_of
+from thunder_cg.step.reads import (
+    GROWING,
+    MISSING,
+    Called,
+    Read,
+    content_of_cell,
+    is_compiled,
+    links_of,
+    reads_of,
+    value_of,
+)
 from thunder_cg.step.snapshot import Snapshot
 
 
@@ -354,8 +364,12 @@ class StepState:
 
 
 def _grows(read: Read, value: Any) -> bool:
-    """Whether only what the step adds counts. A class may have a number that an object has not yet."""
-    return read.only_grows and (type(value) in GROWING or (type(value) is int and bool(place_of_read(read))))
+    """Whether only what the step adds counts. A class may have a number that an object has not yet, or change it."""
+    if type(value) is not int or not read.only_grows or read.path is None or not place_of_read(read):
+        return read.only_grows and type(value) in GROWING
+    root, names = read.path
+    owner = content_of_cell(root) if isinstance(root, CellType) else root
+    return not names or only_sets(value_of(owner, names[:-1]), names[-1])
 
 
 def newly_carried(before: StepState, after: StepState) -> dict[str, Place]:
