@@ -239,6 +239,22 @@ def test_dynamic_shapes(pair, device):
             torch.testing.assert_close(graphed(x), plain(x))
 
 
+def test_parameters_that_are_trained_later(backend, device):
+    """Guards of PyTorch's do not look at `requires_grad` of parameters, which would have no gradient."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 4))).to(device)
+    graphed = thunderfx(model, backend=backend, debug=True)
+    for trains in (False, False, False, True, True, True, False, True):
+        model[0].requires_grad_(trains)
+        x = torch.randn(2, 4, device=device)
+        parameters = [each for each in model.parameters() if each.requires_grad]
+        of_graph, of_model = (
+            torch.autograd.grad(fn(x).sum(), parameters, allow_unused=True) for fn in (graphed, model)
+        )
+        assert all(each is not None for each in of_graph)
+        torch.testing.assert_close(of_graph, of_model)
+    assert replays(graphed) > 0
+
+
 @pytest.mark.parametrize("trains", [False, True])
 def test_a_smaller_last_batch_leaves_full_ones_to_their_graph(backend, device, trains):
     """Dynamo asks its newest version first, which is for any size: full batches would be captured once more."""
