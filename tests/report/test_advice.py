@@ -20,6 +20,7 @@ from thunder.extend import OperatorExecutor
 from thunder_cg import CaptureError, cudagraph_transform, explain, plan, thunderfx
 from thunder_cg.analysis.advice import for_size
 from thunder_cg.report import CauseReport
+from thunder_cg.tools.explain import _not_captured
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
@@ -534,6 +535,10 @@ def test_all_that_dynamo_leaves_to_python_is_said():
     assert f'\n  test_advice.py:{second + 4}: print("once")\n      graph break after the start of forward (from' in said
     assert f"so Dynamo compiles nothing of forward (from test_advice.py:{second + 1} on), and has not looked" in said
     assert "to change it: choose with torch.where" in said and "reorderable_logging_functions.add(print)" in said
+    why = _not_captured({"f": explain(compiled)})
+    assert f"f: forward (from test_advice.py:{second + 1} on) is left to plain Python" in why, (
+        "the command exits with 1"
+    )
 
 
 class _Attributes(dict):  # type: ignore[type-arg]

@@ -40,9 +40,9 @@ if a result requires grad, each call is followed by a backward of the sum of the
 
 If FILE raises, ends with an error or is interrupted, the reports say what happened until then.
 
-Exits with 0 if all operators are captured, 1 if some are eager, a region or a step has no graph, nothing is compiled or
-FILE raises, with the reasons on the standard error, 2 for wrong arguments, 130 if it is interrupted, and as FILE does
-if that calls sys.exit with an error."""
+Exits with 0 if all operators are captured, 1 if some are eager or left to Python, a region or a step has no graph,
+nothing is compiled or FILE raises, with the reasons on the standard error, 2 for wrong arguments, 130 if it is
+interrupted, and as FILE does if that calls sys.exit with an error."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -282,6 +282,10 @@ def _not_in_graphs(report: Report, steps_are_captured: bool) -> Iterator[str]:
         yield f"{count(eager, 'op')} eager"
     if report.outside:
         yield f"{count(sum(each.count for each in report.outside), 'op')} left to Inductor"
+    if not in_steps:
+        yield from (f"{each.part} is left to plain Python" for each in report.breaks if each.part)
+        if report.python_calls:
+            yield f"{count(report.python_calls, 'call')} ran in plain Python"
     for trace in traces:
         without = [region for region in trace.regions if not region.captures or region.failure is not None]
         if without:
