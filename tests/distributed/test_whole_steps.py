@@ -324,20 +324,21 @@ def counts_less() -> tuple[int, int, dict[str, int]]:
 
     model = parallel.model()
     step, found = graphed(step_of_own(model)), []
-    with patch.object(agreement, "_TIMEOUT", 0.5):
-        for i in range(14):
+    with patch.multiple(agreement, _TIMEOUT=1.0, _SHORTEST=1.0):
+        for i in range(10):
             if i < 2 and parallel.RANK() == 0:
                 for parameter in model.parameters():
                     dist.all_reduce(torch.zeros_like(parameter))
             else:
                 found.append(step(parallel.tokens(i)))
+    parallel.forget_meetings()
     return len(found), step.replays, dict(step.in_python)
 
 
 def test_a_rank_that_has_counted_less(ranks: Ranks) -> None:
     """As `Join` has it of one without batches. The ranks number alike once they have asked in vain twice."""
     first, second = ranks.run(counts_less)
-    assert (first[0], second[0]) == (12, 14) and first[1] == second[1] > 2, (first, second)
+    assert (first[0], second[0]) == (8, 10) and first[1] == second[1] > 0, (first, second)
 
 
 def in_groups_of_their_own() -> tuple[int, int, dict[str, int]]:
