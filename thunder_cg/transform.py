@@ -387,8 +387,13 @@ def _gets_saved(trace: TraceCtx) -> bool:
 
 
 def _changes_prologues(transform: compat.Transform) -> bool:
-    """Whether it may change what is checked, as those do that shard parameters: they look for a check of each one."""
-    return type(transform).transform_traces_pre_prologue is not compat.Transform.transform_traces_pre_prologue
+    """Whether it may change what is checked, as those do that shard parameters: they look for a check of each one.
+
+    thunderfx's only drops checks, since Dynamo has guards. These do not see that a parameter's `requires_grad` changed.
+    """
+    inherited = compat.Transform.transform_traces_pre_prologue
+    drops = compat.ExtractionOnlyPrologueTransform
+    return type(transform).transform_traces_pre_prologue is not inherited and not isinstance(transform, drops)
 
 
 def _refuse_a_second_graph_transform(transforms: Sequence[Any]) -> None:

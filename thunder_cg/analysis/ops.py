@@ -344,7 +344,7 @@ class _TraceReader:
             device=_device(proxy, self.stand_in),
             nbytes=0 if symbolic else math.prod(map(int, shape)) * int(proxy.dtype.bytes),
             symbolic=symbolic,
-            static=proxy.name in self.static_names or compat.ProxyTag.STATIC_MEMORY_LOCATION in proxy.tags,
+            static=proxy.name in self.static_names or compat.is_parameter(proxy),
             dtype=_dtype(proxy),
             proxy=proxy,
             label="" if proxy.name in self.static_names else self.known_names.get(proxy.name, ""),

@@ -80,6 +80,7 @@ from thunder.torch import (
     to as torch_to,
     where as torch_where,
 )
+from thunder.transforms.extraction_only_prologue_transform import ExtractionOnlyPrologueTransform
 
 from thunder_cg.compat.operators import library_names
 
@@ -100,6 +101,11 @@ def requires_grad(proxy: Any) -> bool:
 def is_detached(proxy: Any) -> bool:
     """Whether a proxy was made under `torch.no_grad`."""
     return ProxyTag.DETACHED_AUTOGRAD_GRAPH in getattr(proxy, "tags", ())
+
+
+def is_parameter(proxy: Any) -> bool:
+    """Whether a proxy stands for a parameter, wherever the traced function gets it from."""
+    return ProxyTag.STATIC_MEMORY_LOCATION in getattr(proxy, "tags", ())
 
 
 class Handle(AnyProxy):

@@ -272,10 +272,11 @@ class ParameterCheck:
 
 
 def with_one_check(prologue: TraceCtx, names: Set[str]) -> TraceCtx:
-    """``prologue`` with one symbol in place of the metadata checks of the tensors called ``names``."""
+    """``prologue`` with one symbol in place of the metadata checks of all parameters, and of the tensors ``names``."""
     checks = PrologueChecks(prologue)
+    names = names | {name for name, symbol in checks.tensor_checks.items() if compat.is_parameter(symbol.args[0])}
     tensors = [name for name in checks.tensor_checks if name in names and checks.metadata[name].is_static]
-    if len(tensors) < 2:
+    if not tensors:
         return prologue
     replaced = {id(checks.tensor_checks[name]) for name in tensors}
     last = id(checks.tensor_checks[tensors[-1]])

@@ -180,7 +180,7 @@ def only_sets(value: Any, name: str) -> bool:
     """Whether the class of an object does nothing but set an attribute that somebody sets."""
     member = inspect.getattr_static(type(value), name, None)
     is_descriptor = hasattr(type(member), "__set__") and not inspect.ismemberdescriptor(member)
-    plain = object.__setattr__, type.__setattr__, nn.Module.__setattr__
+    plain = (each.__setattr__ for each in (object, type, types.ModuleType, types.SimpleNamespace, nn.Module))
     return not is_descriptor and _resolved(type(value), "__setattr__") in plain
 
 
