@@ -26,8 +26,9 @@ _LOGGED = "return the 0-dim tensor, or write it into a buffer, and log or keep w
 _RETURNED = "return the 0-dim tensor, and read it after the call"
 
 _MASKED = (
-    "torch.where(mask, x, 0.0) in the place of x[mask]: it keeps the shape of x, with zeros where x[mask] has nothing "
-    "(mask[:, None] for rows), so a mean divides by mask.sum()"
+    "torch.where(mask, x, 0.0), with mask.unsqueeze(-1) for rows, in the place of x[mask]: it keeps the shape of x, "
+    "with zeros where x[mask] has nothing; a bias makes them other numbers, so mask once more before a sum, and a mean "
+    "divides it by mask.sum()"
 )
 _ROWS = f"nonzero_static(mask, size=n) in the place of nonzero and torch.where(mask), with n rows always; or {_MASKED}"
 _OF_SIZE = {  # by what is in the name of the operator, in the line, or in the message of an error
