@@ -124,6 +124,11 @@ def recompilations(backend: Any) -> Iterator[Recompilation]:
         yield Recompilation(function, condition, line, len(all_), condition.startswith(MODE))
 
 
+def is_after_break(function: str) -> bool:
+    """Whether it is what comes after a graph break: "f (from train.py:7 on)"."""
+    return function.endswith(" on)")
+
+
 def recompile_limits(compiled: Any, backend: Any) -> Iterator[RecompileLimit]:
     """What Dynamo compiles no more of a compiled function."""
     from thunder_cg.compat.dynamo import at_limit  # Dynamo is imported by now
