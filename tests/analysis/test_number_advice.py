@@ -13,6 +13,7 @@ from thunder_cg.analysis.sources import SourceLine
 CHOOSE, SLICE = "choose with torch.where(condition, a, b)", "x[i + torch.arange(n)] is x[i : i + n]"
 TENSOR, AFTER = "operators take a 0-dim tensor in the place of a number", "or write it into a buffer, and log or keep"
 SIZE, LOOP = "compute with the largest size", "loop as often as the longest case needs"
+SPLIT = "keep the mask, and sum torch.where(mask.unsqueeze(-1), x, 0.0) for each part"
 UNBIND, READ_AFTER = "Tensor.unbind in the place of tolist()", "return the 0-dim tensor, and read it after the call"
 
 
@@ -46,6 +47,9 @@ UNBIND, READ_AFTER = "Tensor.unbind in the place of tolist()", "return the 0-dim
         ("for _ in range(n.item()): x = x * 2", LOOP),
         ("for t in x.tolist(): y = y * t", UNBIND),
         ("a, b = x.tolist()", UNBIND),
+        ("k = n.tolist()\n    return k", UNBIND),
+        ("k = n.sum(1).tolist()\n    return [part.sum(0) for part in x.split(k)]", SPLIT),
+        ("x = torch.split(x, n.tolist())", SPLIT),
         ("return y, x.norm().item()", READ_AFTER),
         ("k = x.norm().item()\n    return y, k", READ_AFTER),
         ("fns.append(lambda x: float(x.sum()))", READ_AFTER),
@@ -84,7 +88,7 @@ def test_advice_for_a_read_in_a_file_that_cannot_be_read(tmp_path: Path) -> None
         ("torch.bincount", "in the place of bincount"),
         ("torch.repeat_interleave y = x", "in the place of repeat_interleave(x, counts)"),
         ("torch.nonzero", "nonzero_static(mask, size=n) in the place of"),
-        ("getitem y = x[x > 0]", "in the place of x[mask]: it keeps the shape of x"),
+        ("getitem y = x[x > 0]", "mask.unsqueeze(-1) for rows, in the place of x[mask]: it keeps the shape of x"),
         ("torch.unique", FIXED_SIZE),
     ],
 )

@@ -159,7 +159,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("of_size", "operator", "advice"),
     [
-        (torch.nonzero, "aten.nonzero", "torch.where(mask, x, 0.0) in the place of x[mask]: it keeps the shape of x"),
+        (torch.nonzero, "aten.nonzero", "torch.where(mask, x, 0.0), with mask.unsqueeze(-1)"),
         (positive, "thunder_cg_tests.positive", "do what this line does outside of the compiled function"),
     ],
 )
@@ -252,7 +252,7 @@ def without_gradient(x: torch.Tensor) -> torch.Tensor:
     [
         (reads, "in training under torch.no_grad()", without_gradient),
         (lists, "Tensor.unbind in the place of tolist(), which gives 0-dim tensors", unbinds),
-        (selects, "torch.where(mask, x, 0.0) in the place of x[mask]", keeps_size),
+        (selects, "torch.where(mask, x, 0.0), with mask.unsqueeze(-1) for rows, in the place of x[mask]", keeps_size),
         (repeats, "x[torch.searchsorted(counts.cumsum(0), torch.arange(n), right=True)]", repeats_by_index),
     ],
     ids=["item", "tolist", "mask", "repeat"],
@@ -681,3 +681,36 @@ def test_advice_for_inputs_that_do_not_fit_the_parameters(options, advice):
     with pytest.raises(RuntimeError):
         compiled(torch.ones(2, 4, **options))
     assert advice in str(explain(compiled))
+
+
+class _PicksRows(torch.nn.Module):
+    """Sums what a layer with a bias makes of the rows that a mask picks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.layer(torch.tanh(x)[mask]).relu().sum(0) + torch.unique(x).sum() * 0
+
+
+class _MasksRows(_PicksRows):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        mask = mask.unsqueeze(-1)
+        y = self.layer(torch.where(mask, torch.tanh(x), 0.0)).relu()
+        return torch.where(mask, y, 0.0).sum((0, 1))
+
+
+def test_advice_for_rows_that_a_mask_picks_before_a_layer_with_a_bias():
+    mended, broken = _MasksRows().requires_grad_(False), _PicksRows()
+    broken.load_state_dict(mended.state_dict())
+    x, mask = torch.randn(2, 3, 4), torch.arange(6).view(2, 3) % 3 > 0
+    compiled = thunderfx(broken, backend="tape")
+    torch.testing.assert_close(compiled(x, mask), mended(x, mask))
+    picks, unique = explain(compiled).breaks
+    assert "mask.unsqueeze(-1) for rows" in picks.fix and "mask once more before a sum" in picks.fix
+    assert "torch.unique" in unique.reason and unique.fix == for_size("unique")
+    compiled = thunderfx(mended, backend="tape")
+    compiled(x, mask)
+    report = explain(compiled)
+    assert len(report.traces[0].regions) == 1 and not (report.breaks or report.outside or report.causes)

@@ -13,7 +13,7 @@ from torch import nn
 
 from thunder_cg import CaptureError, explain, thunderfx
 from thunder_cg.report import ChangeReport
-from thunder_cg.runtime.changes import FEW
+from thunder_cg.runtime.changes import FEW, for_shapes
 
 
 class Scaled(nn.Module):
@@ -194,6 +194,40 @@ def test_many_shapes_warn_once(transform, device, warnings):
         and "; if only the last batch differs, drop_last=True; if it is a cache that grows" in warning
         and "cache_implementation=" in warning
     )
+
+
+@pytest.mark.parametrize(
+    ("tensors", "expected"),
+    [
+        ([[(2, 3, side, side) for side in (8, 9, 10)]], set()),
+        ([[(rows, 4) for rows in (32, 17)], [(rows,) for rows in (32, 17)]], {"drop_last=True"}),
+        ([[(1, 2, length, 4) for length in (5, 6, 7)], [(1, length) for length in (5, 6, 7)]], {"a cache that grows"}),
+        ([[(4, length) for length in (12, 7, 30)]], set()),
+        ([[(2, 4), (3, 4)]], {"drop_last=True", "a cache that grows"}),
+    ],
+)
+def test_advice_for_shapes_goes_by_which_sizes_differ(tensors, expected):
+    advice = for_shapes(*tensors)
+    assert {each for each in ("drop_last=True", "a cache that grows") if each in advice} == expected
+    assert "layers that mix positions" in advice and "nothing has to change: each pays once" in advice
+
+
+def test_sizes_that_follow_from_a_graph_break_have_its_advice_once():
+    def picks(x: torch.Tensor) -> torch.Tensor:
+        rows = torch.sin(x)[x[:, 0] > 0].tanh() * 2
+        torch._dynamo.graph_break()
+        return rows.sin() * 2
+
+    compiled = thunderfx(picks, backend="tape")
+    with torch.no_grad():
+        for rows in (3, 5, 7, 4):
+            compiled(torch.where(torch.arange(8) < rows, 1.0, -1.0).view(8, 1))
+    report = explain(compiled)
+    said, after = str(report), "change what ends the graph before it, as said above"
+    assert {change.fix for change in report.changes} == {after} and len(report.changes) > 1
+    assert said.count(after) == 1 and said.count("; as above") == len(report.changes) - 1
+    assert "dynamo.py:" not in said and "pad to a few sizes" not in said and "explain(fn) names" not in said
+    assert "To have fewer: change what ends the graph there, as said below.\n" in said
 
 
 def test_shapes_under_dynamo(warnings):

@@ -225,14 +225,26 @@ def test_what_to_try_where_python_looks_into_a_list() -> None:
 
 
 def test_what_to_try_under_a_mode_whose_hooks_thunder_would_trace(transform, device) -> None:
-    jitted, x = thunder.jit(nn.Linear(4, 4).to(device), transforms=[transform()]), torch.ones(2, 4, device=device)
+    model, x = (
+        nn.Sequential(nn.Linear(4, 4), nn.Tanh()).to(device).requires_grad_(False),
+        torch.ones(2, 4, device=device),
+    )
+    jitted = thunder.jit(model, transforms=[transform()])
     with pytest.raises(InterpreterError), FlopCounterMode(display=False):
         jitted(x)
-    assert "To try: for a FlopCounterMode, whose hooks of modules Thunder would trace, call" in str(explain(jitted))
-    jitted(x)
+    advice = (
+        "take the mode off these calls, which never replay under it; count FLOPs of the module that is not compiled"
+    )
+    assert f"To try: for a FlopCounterMode, {advice}" in str(explain(jitted))
     with FlopCounterMode(display=False) as counter:
-        jitted(x)
+        model(x)
     assert counter.get_total_flops() == 2 * 2 * 4 * 4
+    for _ in range(4):
+        jitted(x)
+    with FlopCounterMode(display=False):
+        jitted(x)
+    report = explain(jitted)
+    assert sum(trace.replays for trace in report.traces) == 2 and "give a FlopCounterMode the module" in str(report)
 
 
 def test_what_thunder_says_of_its_own_records_is_left_out() -> None:

@@ -15,6 +15,10 @@ _NO_GRADIENT = "; in training under torch.no_grad(), as a number has no gradient
 _COMPUTED = f"leave the read out: operators take a 0-dim tensor in the place of a number{_NO_GRADIENT}"
 _CLAMPED = f"torch.clamp(value, min=...) in the place of max(), with max= for min(), of a 0-dim tensor{_NO_GRADIENT}"
 _UNBOUND = f"Tensor.unbind in the place of tolist(), which gives 0-dim tensors{_NO_GRADIENT}"
+_SPLIT = (
+    "keep the mask, and sum torch.where(mask.unsqueeze(-1), x, 0.0) for each part, in the place of a split: "
+    "no graph splits by sizes that tensors hold"
+)
 SLICE = (
     "x[i + torch.arange(n)] is x[i : i + n] for a 0-dim tensor i and a fixed n; if the length changes, compute with "
     "all elements, and mask the rest"
@@ -26,8 +30,9 @@ _LOGGED = "return the 0-dim tensor, or write it into a buffer, and log or keep w
 _RETURNED = "return the 0-dim tensor, and read it after the call"
 
 _MASKED = (
-    "torch.where(mask, x, 0.0) in the place of x[mask]: it keeps the shape of x, with zeros where x[mask] has nothing "
-    "(mask[:, None] for rows), so a mean divides by mask.sum()"
+    "torch.where(mask, x, 0.0), with mask.unsqueeze(-1) for rows, in the place of x[mask]: it keeps the shape of x, "
+    "with zeros where x[mask] has nothing; a bias makes them other numbers, so mask once more before a sum, and a mean "
+    "divides it by mask.sum()"
 )
 _ROWS = f"nonzero_static(mask, size=n) in the place of nonzero and torch.where(mask), with n rows always; or {_MASKED}"
 _OF_SIZE = {  # by what is in the name of the operator, in the line, or in the message of an error
@@ -44,9 +49,10 @@ _READS = ("item", "tolist", "float", "int", "bool")  # methods, and then what ma
 _CHANGES = frozenset({"round", "abs", "str", "tuple", "list"})  # what they return is the number still
 _LISTS = frozenset({"append", "extend"})  # of tensors, maybe, that are computed with the number
 _LOGS = _LISTS | frozenset({"print", "log", "debug", "info", "warning", "add_scalar", "write", "format"})
+_SPLITS = frozenset({"split", "split_with_sizes"})
 _SIZES = frozenset({
     "zeros", "ones", "empty", "arange", "linspace", "eye", "rand", "randn", "new_zeros", "new_ones", "new_empty",
-    "view", "reshape", "expand", "repeat", "tile", "split", "chunk", "narrow", "unflatten", "pad", "one_hot", "topk",
+    "view", "reshape", "expand", "repeat", "tile", "chunk", "narrow", "unflatten", "pad", "one_hot", "topk",
 })  # fmt: skip
 
 _Parents = dict[ast.AST, ast.AST]
@@ -110,8 +116,9 @@ def _use(value: ast.expr, parents: _Parents, *, follows: bool = True) -> Iterato
             found = _of_argument(_called(parent), found)
         elif isinstance(parent, (ast.Assign, ast.AnnAssign)):
             (target,) = parent.targets[:1] if isinstance(parent, ast.Assign) else [parent.target]
-            if isinstance(target, ast.Name) and follows and found in ("", _COMPUTED):
-                yield from _uses_of(target, parents)
+            if isinstance(target, ast.Name) and follows and found in ("", _COMPUTED, _UNBOUND):
+                uses = _uses_of(target, parents)
+                yield from uses if found != _UNBOUND else (use for use in uses if use == _SPLIT)
             elif isinstance(target, (ast.Attribute, ast.Subscript)) and not found:
                 yield _LOGGED
         node = parent
@@ -124,6 +131,8 @@ def _of_argument(function: str, before: str) -> str:
         return _CLAMPED
     if function in _LOGS and not (before and function in _LISTS):
         return _LOGGED
+    if function in _SPLITS:
+        return _SPLIT
     if function in _SIZES or function == "range":
         return _LOOPED if function == "range" else _SIZED
     return before or ("" if function in _CHANGES or function in _READS else _COMPUTED)

@@ -294,7 +294,7 @@ class _Classifier:
         name = value.users_name
         if name == BEFORE_BREAK:
             detail = "it reads a number from before the graph break, and a graph would keep it"
-            fix = "keep the number on the device, as a 0-dim tensor; explain(fn) names the line of the graph break"
+            fix = "keep the number on the device, as a 0-dim tensor"
             return Cause(Reason.RUNTIME_NUMBER, detail, fix)
         detail = f"{name!r} is a Python number that changes from call to call, and a graph would keep it"
         few = "if it has few values, set torch._dynamo.config.specialize_float = True, and Dynamo compiles for each"

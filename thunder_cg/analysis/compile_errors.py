@@ -103,7 +103,8 @@ _HINTS = (
     ),
     _Hint(
         ("'weakref.ReferenceType' object has no attribute",),
-        "for a FlopCounterMode, whose hooks of modules Thunder would trace, call the compiled module once before",
+        "for a FlopCounterMode, take the mode off these calls, which never replay under it; count FLOPs of the module "
+        "that is not compiled",
     ),
     _Hint(
         (r"\.device=.* to be the same",),

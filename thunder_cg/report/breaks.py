@@ -37,6 +37,7 @@ _CHECK = (
 _SKIPPED = "Attempted to call function marked as skipped"
 _BUILTINS_NAME = re.compile(r"the (?:Python )?builtin `(?:<unknown module>\.)?([\w.]+?)\.?`")
 _SIZED = re.compile(r"Operator `([\w.]+?)(?:\.default)?`(?:'s output shape depends| does not have a meta kernel)")
+_NONZERO = re.compile(r"nonzero|argwhere")
 _BUILTIN = "call it outside of the compiled function, and pass what it returns as a tensor"
 _CHANGES = "change it after the call, with what the call returns"
 _WARN = (
@@ -123,6 +124,11 @@ def recompilations(backend: Any) -> Iterator[Recompilation]:
         yield Recompilation(function, condition, line, len(all_), condition.startswith(MODE))
 
 
+def is_after_break(function: str) -> bool:
+    """Whether it is what comes after a graph break: "f (from train.py:7 on)"."""
+    return function.endswith(" on)")
+
+
 def recompile_limits(compiled: Any, backend: Any) -> Iterator[RecompileLimit]:
     """What Dynamo compiles no more of a compiled function."""
     from thunder_cg.compat.dynamo import at_limit  # Dynamo is imported by now
@@ -192,9 +198,11 @@ def _understood(said: str, frames: Sequence[SourceLine]) -> tuple[str, str]:
     if first.startswith("async_op=True") or "of class `Work`" in said:
         return first, _ASYNC
     if (sized := _SIZED.search(said)) is not None:  # traced, it would be left to Inductor
-        reason = f"the size of what {sized[1]} returns depends on what tensors hold"
-        text = f"{sized[1]} {frames[-1].text if frames else ''}".removeprefix("aten.nonzero ")  # as of x[mask]
-        return reason, for_size(text) if sized[1].startswith("aten.") else _OUTSIDE
+        operator = re.sub(r"aten\._?unique\w*", "torch.unique", sized[1])
+        text = str(frames[-1].text) if frames else ""
+        about = " ".join(_NONZERO.findall(text)) if operator == "aten.nonzero" else operator  # which x[mask] calls, too
+        fix = for_size(about) if operator.startswith(("aten.", "torch.")) else _OUTSIDE
+        return f"the size of what {operator} returns depends on what tensors hold", fix
     explained = next((line.partition(": ")[2] for line in rest if line.startswith("Explanation: ")), "")
     first = explained.rstrip(".") if first in _VAGUE and explained else first
     hints = [line.removeprefix("Hint: ") for line in rest if line.startswith("Hint: ")]

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from thunder_cg.compat.lines import BEFORE_BREAK
 from thunder_cg.compat.thunder import NumberProxy, proxy_shape
+from thunder_cg.report.breaks import Recompilation, is_after_break
 from thunder_cg.report.programs import Located
+from thunder_cg.runtime.changes import AFTER_BREAK, SIZES
 from thunder_cg.runtime.program import Program
+
+_SIZE_OF = re.compile(r"(?:tensor ')?([^']+?)(?:' size mismatch|\.size\(\))")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +70,18 @@ def inputs(program: Program) -> tuple[InputReport, ...]:
     return tuple(found)
 
 
-def changes(programs: Iterable[Located]) -> tuple[ChangeReport, ...]:
-    """Because of what calls replayed nothing. The versions of a function share what is known of it."""
+def changes(programs: Iterable[Located], recompilations: Iterable[Recompilation]) -> tuple[ChangeReport, ...]:
+    """Because of what calls replayed nothing. The versions of a function share what is known of it.
+
+    A size that only what comes after a graph break was compiled anew for follows from the break.
+    """
     functions = {id(each.program.compilation.changes): each for each in programs}
+    found = [(each.function, change) for each in functions.values() for change in each.program.compilation.changes]
+    sizes = {(name, is_after_break(e.function)) for e in recompilations for name in _SIZE_OF.findall(e.condition)}
+    follow = {BEFORE_BREAK} | {name for name, after in sizes if after and (name, False) not in sizes}
     return tuple(
         ChangeReport(
-            located.function,
+            function,
             change.kind,
             change.names,
             len(change.values),
@@ -77,8 +89,9 @@ def changes(programs: Iterable[Located]) -> tuple[ChangeReport, ...]:
             change.seconds,
             change.problem,
             change.cost,
-            change.fix,
+            f"{AFTER_BREAK}, as said above"
+            if change.kind in ("number", *SIZES) and not follow.isdisjoint(change.names)
+            else change.fix,
         )
-        for located in functions.values()
-        for change in located.program.compilation.changes
+        for function, change in found
     )

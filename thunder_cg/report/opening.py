@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from thunder_cg.analysis.compile_errors import compiler_name, to_try
 from thunder_cg.compat.lines import BEFORE_BREAK
 from thunder_cg.report import lines
+from thunder_cg.report.breaks import is_after_break
 from thunder_cg.report.units import count
-from thunder_cg.runtime.changes import FEW, IF_CACHE, IF_DROPOUT, PAD, VERSIONS
+from thunder_cg.runtime.changes import FEW, IF_CACHE, IF_DROPOUT, VERSIONS, for_shapes
 
 if TYPE_CHECKING:
     from thunder_cg.report.entries import ChangeReport
@@ -26,16 +27,16 @@ _NO_GRAPH = (
     'TORCH_LOGS="dynamo" says more'
 )
 _FEWER = f"pass what changes from call to call as a tensor, or keep it to a few values; {IF_CACHE}; {IF_DROPOUT}"
+_AFTER_BREAK = "change what ends the graph there, as said below"
 _SIGNS = {  # of conditions, and what to do to meet them more often
-    BEFORE_BREAK: "change what ends the graph there, as said below",
     "a hook of": "have the hook write to a tensor in place",
-    "size mismatch": PAD,
     " is (not )?None$": f"make it before the first call; {IF_CACHE}",
     "dtype mismatch": "cast to one dtype before the call",
     r"^len\(kwargs\)": "pass the same keyword arguments in each call",
     r"^(len\(|not )": f"keep the length; {IF_CACHE}; if the call adds to it, add after the call",
     "[=!]= '": "keep it to a few values",
 }
+_OF_SIZE = re.compile(r"(?: size mismatch at index |\.size\(\)\[)(\d+)(?:\. expected |\] != )(\d+)(?:, actual (\d+))?")
 _OWN_NUMBER = re.compile(r"(\w+(?:\.\w+)+) [=!<>]=? -?[\d.]+")
 _OWN_LIST = re.compile(r"(?:not |len\()(\w+(?:\.\w+)+)")
 _RAISE_LIMIT = (
@@ -109,7 +110,7 @@ def in_python(report: Report) -> Iterator[str]:
             f"torch._dynamo.config.recompile_limit is {each.limit}. Calls that fit none of them run in plain Python."
         )
         if each.reason and not shared:
-            yield f"One of them holds only for `{each.reason}`; {_fewer([each.reason])}."
+            yield f"One of them holds only for `{each.reason}`; {_fewer([(each.function, each.reason)])}."
     if report.limits:
         yield f"To change that: {_RAISE_LIMIT}."
 
@@ -127,17 +128,23 @@ def compiled_anew(report: Report) -> Iterator[str]:
         yield f"Dynamo compiled {function} anew {times}, as calls did not meet: {', '.join(causes)}"
     values = [each for each in report.recompilations if not each.is_mode]
     if values and not is_complete(report):
-        fewer = _fewer(each.condition for each in values)
+        fewer = _fewer((each.function, each.condition) for each in values)
         yield f"Each version warms up and has graphs of its own. To have fewer: {fewer}."
 
 
-def _fewer(conditions: Iterable[str]) -> str:
-    """What to do so that calls meet more of the conditions that Dynamo compiled for."""
-    said = [part for condition in conditions for part in _fewer_of_one(condition).split("; ")]
+def _fewer(conditions: Iterable[tuple[str, str]]) -> str:
+    """What to do so that calls meet more of the conditions that Dynamo compiled functions for."""
+    said = [part for function, condition in conditions for part in _fewer_of_one(function, condition).split("; ")]
     return "; ".join(dict.fromkeys(said))
 
 
-def _fewer_of_one(condition: str) -> str:
+def _fewer_of_one(function: str, condition: str) -> str:
+    size = _OF_SIZE.search(condition)
+    if BEFORE_BREAK in condition or (size is not None and is_after_break(function)):
+        return _AFTER_BREAK
+    if size is not None:
+        dim, *sizes = (int(each or 0) for each in size.groups())
+        return for_shapes([(*[0] * dim, each) for each in sizes])
     if (found := _OWN_LIST.match(condition)) is not None:
         return f"add to {found[1]} after the call, not in it"
     if (found := _OWN_NUMBER.match(condition)) is not None:
@@ -309,4 +316,7 @@ def _eager(region: RegionReport) -> float:
 
 def changes(parts: Sequence[ChangeReport]) -> Iterator[str]:
     """Because of what calls compiled, warmed up or captured anew, what that costs, and what to do about it."""
-    yield from (f"{part.function}: {part.problem}; {part.cost}; {part.fix}" for part in parts)
+    said: set[str] = set()
+    for part in parts:
+        yield f"{part.function}: {part.problem}; {part.cost}; {'as above' if part.fix in said else part.fix}"
+        said.add(part.fix)

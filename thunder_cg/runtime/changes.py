@@ -24,6 +24,7 @@ FEW = 6  # changes in a row
 VERSIONS = ("shape", "number", "attribute", "constant", "items")  # Thunder compiles for each value
 _MOST_VALUES = 1024  # of one input that are kept
 _SHOWN = 3
+AFTER_BREAK = "change what ends the graph before it"
 
 _NEW_VERSION = "each new {} compiles anew in Thunder{{took}}, warms up and captures"
 _NEW_LAYOUT = "each new layout warms up and captures"
@@ -32,13 +33,19 @@ IF_CACHE = (
     'cache), as cache_implementation="static" of Transformers does'
 )
 IF_DROPOUT = "if it is the p of a dropout, x * (torch.rand_like(x) >= p) / (1 - p) takes a tensor"
-PAD_BATCH = "pad to a few sizes, and mask the padding in the loss; if only the last batch differs, drop_last=True"
-PAD = f"{PAD_BATCH}; {IF_CACHE}"
+_PAD = (
+    "pad to a few sizes, and mask the padding in the loss, and in layers that mix positions, such as convolution, "
+    "attention and normalization; if there are few shapes in all, nothing has to change: each pays once, and later "
+    "calls with it replay"
+)
+_DROP_LAST = "if only the last batch differs, drop_last=True"
+PAD_BATCH = f"{_PAD}; {_DROP_LAST}"
+SIZES = ("shape", "size")
 _AS_TENSOR = f"it bounds a slice, x[i + torch.arange(n, device=...)] is x[i : i + n]; {IF_DROPOUT}"
 
 # Of each kind: what differs, what that costs, and what to do about it. "{names}" are the inputs, "{first}" is one.
 _KINDS = {
-    "shape": ("{count} shapes of {names} so far ({shown})", _NEW_VERSION.format("shape"), PAD),
+    "shape": ("{count} shapes of {names} so far ({shown})", _NEW_VERSION.format("shape"), "{pad}"),
     "number": (
         "{count} values of the Python number {names} so far ({shown})",
         _NEW_VERSION.format("value"),
@@ -48,7 +55,7 @@ _KINDS = {
     BEFORE_BREAK: (
         "{count} values so far ({shown}) of a number from before the graph break",
         _NEW_VERSION.format("value"),
-        "keep the number on the device, as a 0-dim tensor; explain(fn) names the line of the graph break",
+        f"{AFTER_BREAK}, whose line explain(fn) names",
     ),
     "attribute": (
         "{count} values of the Python number {names} so far ({shown})",
@@ -66,7 +73,7 @@ _KINDS = {
         "each new one compiles anew in Thunder{took}, warms up and captures",
         f"keep the length and the keys of {{first}} as they are; {IF_CACHE}",
     ),
-    "size": ("{count} sizes of {names} so far ({shown})", _NEW_LAYOUT, PAD),
+    "size": ("{count} sizes of {names} so far ({shown})", _NEW_LAYOUT, "{pad}"),
     "strides": ("{count} strides of {names} so far ({shown})", _NEW_LAYOUT, "pass {first}.contiguous()"),
     "alignment": (
         f"{{count}} alignments of {{names}} so far ({{shown}} bytes past a multiple of {ALIGNMENT})",
@@ -146,7 +153,16 @@ class CallChange:
             last=next(reversed(self.values), None),
             times="once" if self.times == 1 else f"{self.times:,} times",
             took=f" ({self.seconds:.2f} s)" if self.seconds else "",
+            pad=for_shapes(*zip(*self.values)) if self.kind in SIZES else "",
         )
+
+
+def for_shapes(*tensors: Sequence[Sequence[int]]) -> str:
+    """What to do about the shapes of tensors that change: those of each tensor, in the order in which they came."""
+    varying = [[(dim, all_) for dim, all_ in enumerate(zip(*shapes)) if len({*all_}) > 1] for shapes in tensors]
+    is_batch = all([dim for dim, _ in each] == [0] for each in varying)
+    grows = all(len(each) == 1 and [*each[0][1][:FEW]] == sorted(each[0][1][:FEW]) for each in varying)
+    return "; ".join([_PAD, *[_DROP_LAST] * is_batch, *[IF_CACHE] * grows])
 
 
 def _shown(value: Any) -> str:

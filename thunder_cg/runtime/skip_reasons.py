@@ -25,7 +25,7 @@ NO_FORWARD = "something has replaced what the forward saved for this backward, s
 
 # What changes a reason, where the caller can.
 FIXES = {
-    WATCHED: "leave the mode, such as a FlopCounterMode, around the calls that it need not see",
+    WATCHED: "take the mode off the calls that it need not see; give a FlopCounterMode the module that is not compiled",
     RETAINED: "sum the losses and call backward once, without retain_graph=True; leave out create_graph=True, as "
     "Thunder has no second derivatives, with and without graphs, and a backward through gradients raises",
     HOOKS: "call torch.utils.checkpoint inside of the compiled function, where Thunder traces it, such as in the "
