@@ -71,7 +71,9 @@ def test_advice_for_a_read(tmp_path: Path, lines: str, expected: str) -> None:
 
 def test_advice_for_a_branch(tmp_path: Path) -> None:
     file = tmp_path / "model.py"
-    file.write_text("while x > 0:\n    if x > 1: pass\n")
+    file.write_text("while x > 0:\n    if x > 1: pass\nif x > 2:\n    print(x)\nif x.item() > 2:\n    log(x)\n")
+    assert "after the call" in advice.for_branch(SourceLine(str(file), 3))
+    assert "after the call" in advice.for_read(SourceLine(str(file), 5))
     assert LOOP in advice.for_branch(SourceLine(str(file), 1)) and CHOOSE in advice.for_branch(SourceLine(str(file), 2))
 
 

@@ -19,6 +19,7 @@ from torch.nn.utils import prune
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils.checkpoint import checkpoint
 
+from thunder_cg import explain
 from thunder_cg.step import fixes
 from thunder_cg.step.facts import Same
 
@@ -494,7 +495,7 @@ def test_schedulers(run, device):
         if options.get("lr") is RATE:
             options = options | {"lr": torch.tensor(0.01, device=device)}
         step, said = scheduled(make, kind, **options)
-        assert (step.replays >= 6 and not said) if fix is None else said[0].endswith(f", in each step; {fix}"), said
+        assert (step.replays >= 6 and not said) if fix is None else said[0].endswith(f", between calls; {fix}"), said
 
 
 class Encoding(UserDict):
@@ -678,6 +679,100 @@ def test_what_else_changes_is_named(run):
         said.partition(": ")[2].partition(" changed")[0],
         said.rpartition("; ")[2].removesuffix(" changed, too"),
     )
+    others, lines = re.subn(r" \(see test_fixes.py:\d+\)", "", others)
     roots = {re.split(r"[.\[(]", each.removeprefix("len("))[0] for each in (first, *others.split(", "))}
-    assert step.replays == 0 and roots == {"schedule", "history", "optimizer"}, said
+    assert step.replays == 0 and roots == {"schedule", "history", "optimizer"} and lines == 1, said
     assert "capturable" not in said
+
+
+@pytest.mark.parametrize("rate", [0.01, torch.tensor(0.01)], ids=["number", "tensor"])
+def test_a_scheduler_goes_after_the_step(run, rate):
+    """What it counts is PyTorch's, and no tensor."""
+
+    def make(model, optimizer, *, inside=True):
+        schedule = LambdaLR(optimizer, lambda i: 1 / (1 + i))
+        optimizer.schedule = schedule
+
+        def inner(loss):
+            loss.backward()
+            optimizer.step()
+            if inside:
+                schedule.step()
+
+        return inner
+
+    step, (*_, said) = run(make, lr=rate, fused=True)
+    fix = "call schedule.step() after the step"
+    is_tensor = isinstance(rate, torch.Tensor)
+    assert step.replays == 0 and said.count(fix) == 1 and "writes in place" not in said, said
+    assert (fixes._RATE in said) != is_tensor, said
+
+    def between(step, i):
+        step.optimizer.schedule.step()
+
+    step, _ = run(partial(make, inside=False), between=between, lr=rate, fused=True)
+    assert (step.replays >= 6) == is_tensor, step.in_python
+
+
+def test_lines_that_write_are_shown(step_twins):
+    """And of a container all, as any may write it."""
+    losses, best, kept = [], {"loss": 0.0}, types.SimpleNamespace(count=0)
+
+    def append(x):
+        losses.append(0)
+        best.get("loss", losses[-1])
+        return x
+
+    def store(x):
+        best.get("loss")
+        best["loss"] = best["loss"] + 1
+        return x
+
+    def count(x):
+        number = kept.count
+        kept.count = number + 1
+        return x
+
+    first = {fn: fn.__code__.co_firstlineno for fn in (append, store, count)}
+    for fn, line, rest in (
+        (append, 1, rf", and test_fixes.py:{first[append] + 2}, which reads it"),
+        (store, 1, rf" and test_fixes.py:{first[store] + 2}\)"),
+        (count, 2, r"\)"),
+    ):
+        step = step_twins.graphed(fn)
+        for _ in range(3):
+            step(torch.ones(2, device=step_twins.device))
+        said = "; ".join(step.in_python)
+        assert re.search(rf"changed from .* \(see test_fixes.py:{first[fn] + line}{rest}", said), said
+
+
+def test_a_branch_that_only_prints(run, backend):
+    def make(model, optimizer):
+        def inner(loss):
+            loss.backward()
+            optimizer.step()
+            if loss > 1e6:
+                print("large")
+
+        return inner
+
+    step, (said,) = run(make)
+    assert step.replays == 0 and "(if loss > 1e6:)" in said and "_local_scalar_dense" not in said, said
+    assert backend == "cuda" or ("bool() for a branch" in said and said.endswith("keep what it holds after the call"))
+
+
+def test_one_thing_that_changes_is_said_once(run):
+    kept = types.SimpleNamespace(count=0)
+
+    def make(model, optimizer):
+        def inner(loss):
+            loss.backward()
+            optimizer.step()
+            kept.count = kept.count * 2 + 1
+
+        return inner
+
+    step, _ = run(make, torch.optim.AdamW, fused=True)
+    (said,) = (each for each in explain(step).in_python if "kept.count" in each)
+    assert explain(step).in_python[said] == 10 and " and later to others (see test_fixes.py:" in said, said
+    assert said.endswith(f", in each step; {_KEEP}")

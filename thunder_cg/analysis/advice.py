@@ -75,7 +75,20 @@ def for_read(line: SourceLine | None = None) -> str:
 
 def for_branch(line: SourceLine | None = None) -> str:
     """What to do about a branch on what a tensor holds."""
-    return _LOOPED if line is not None and (line.text or "").startswith("while ") else _BRANCH
+    branches = [] if line is None else [each for each in _branches(line.file) if each.lineno == line.number]
+    return _of_branch(branches[0]) if branches else _BRANCH
+
+
+def _of_branch(branch: ast.If | ast.While) -> str:
+    if isinstance(branch, ast.While):
+        return _LOOPED
+    inner = [*branch.body, *branch.orelse]
+    calls = [each.value for each in inner if isinstance(each, ast.Expr) and _called(each.value) in _LOGS - _LISTS]
+    return _LOGGED if len(calls) == len(inner) else _BRANCH
+
+
+def _branches(file: str) -> list[ast.If | ast.While]:
+    return [node for node in _parents("".join(linecache.getlines(file))) if isinstance(node, (ast.If, ast.While))]
 
 
 def for_size(said: str) -> str:
@@ -101,7 +114,7 @@ def _use(value: ast.expr, parents: _Parents, *, follows: bool = True) -> Iterato
     node: ast.AST = value
     while not isinstance(node, ast.stmt) and (parent := parents.get(node)) is not None:
         if node in (getattr(parent, "test", None), *getattr(parent, "ifs", ())):
-            yield _LOOPED if isinstance(parent, ast.While) else _BRANCH
+            yield _of_branch(parent) if isinstance(parent, (ast.If, ast.While)) else _BRANCH
         elif isinstance(parent, ast.Slice):
             yield SLICE
         elif isinstance(parent, (ast.Return, ast.Lambda)):

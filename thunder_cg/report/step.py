@@ -18,7 +18,7 @@ from thunder_cg.report.units import count
 from thunder_cg.step import GraphedStep
 from thunder_cg.step.calls import StepCollective
 
-_VALUES = re.compile(r"(?<= changed) from .*? to .*?(?= \(see |, in the step|, in each step|;|$)")
+_VALUES = re.compile(r"(?<= changed) from .*? to .*?(?= \(see |, in the step|, in each step|, between calls|;|$)")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -105,14 +105,19 @@ def _collectives(communicates: Mapping[ProcessGroup, Sequence[StepCollective]]) 
 
 
 def _merged(reasons: Mapping[str, int], fixes: Mapping[str, str]) -> Counter[str]:
-    """Reasons that differ only in the values that have changed as one, with the first values and what to do."""
-    alike: dict[str, list[str]] = {}
+    """What is about one thing that changes as one reason, with the first values, and the most that is said of it."""
+    alike: dict[tuple[str, bool], list[str]] = {}
     for reason in (each for each, number in reasons.items() if number):
-        alike.setdefault(_VALUES.sub("", reason), []).append(reason)
+        about, *change = _VALUES.split(reason, maxsplit=1)
+        alike.setdefault((about, ", between calls" in str(change)), []).append(reason)
     merged: Counter[str] = Counter()
     for first, *others in alike.values():
         said = first
-        if others:
-            said = _VALUES.sub(r"\g<0> and later to others", first, count=1) + fixes.get(first, "")
+        if others and (values := _VALUES.search(first)) is not None:
+            whole = [each + fixes.get(each, "") for each in (first, *others)]
+            said = max((_VALUES.sub("", each, count=1) for each in whole), key=len)
+            if any(", in each step" in each for each in others):
+                said = said.replace(", in the step", ", in each step", 1)
+            said = said.replace(" changed", f" changed{values[0]} and later to others", 1)
         merged[said] = sum(reasons[each] for each in (first, *others))
     return merged

@@ -277,7 +277,8 @@ class _Tape(_Reuse):
             # ``x[0] = 1.0`` lifts the number, which is a fill on a GPU. A list of numbers is a copy from the host.
             bad = bad and not (packet is _aten.lift_fresh and (args[0].dim() == 0 or args[0].numel() == 0))
         if bad:
-            what = f"reading a tensor's value ({func})" if packet is _aten._local_scalar_dense else func
+            is_read = packet is _aten._local_scalar_dense
+            what = "reading a tensor's value, as item() does, and bool() for a branch," if is_read else func
             raise CaptureRefused(f"{what} makes the host wait for data, which a graph cannot hold")
         for leaf in compat.tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor):

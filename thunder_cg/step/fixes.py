@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from traceback import walk_tb
 from types import FrameType
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributions import Distribution
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from thunder_cg.analysis.advice import for_read
@@ -100,8 +101,12 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
     owners = [value for name, value in named.items() if label.startswith(f"{name}.")]
     optimizer = next((value for value in owners if isinstance(value, Optimizer)), None)
     if "['lr']" in label:
-        follows = optimizer is None or (_options(optimizer) and not _missing(optimizer))
-        return f"; {_RATE}" if follows or optimizer is None else f"; {_RATE}, and {_make(optimizer)}"
+        return f"; {_of_rate(optimizer)}"
+    schedulers = [name for name, value in named.items() if isinstance(value, LRScheduler) and value in owners]
+    if in_step and schedulers:
+        scheduled = named[schedulers[0]].optimizer
+        is_number = not isinstance(scheduled.param_groups[0]["lr"], Tensor)
+        return f"; call {min(schedulers, key=len)}.step() after the step" + f"; {_of_rate(scheduled)}" * is_number
     if isinstance(optimizer, torch.optim.LBFGS):
         return f"; {_OPTIMIZER}; {_make(optimizer)}"
     if "['step']" in label and (optimizer is not None or ".state[" in label):
@@ -130,10 +135,27 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
     return f"; {in_step_fix if in_step else _BETWEEN}"
 
 
+def of_first_step(change: str) -> str:
+    """What to say of a change that needs no fix."""
+    is_new = re.match(r"len\(.*\.state\) changed from 0 to ", change)
+    return ", as in the first step of an optimizer: nothing to change" if is_new else ""
+
+
+def _of_rate(optimizer: Optimizer | None) -> str:
+    """How an optimizer follows a learning rate."""
+    follows = optimizer is None or (_options(optimizer) and not _missing(optimizer))
+    return _RATE if follows or optimizer is None else f"{_RATE}, and {_make(optimizer)}"
+
+
 def also_changed(
-    change: str, before: Mapping[str, Any], after: Mapping[str, Any], facts: Facts, roots: Mapping[str, Any]
+    change: str,
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+    facts: Facts,
+    roots: Mapping[str, Any],
+    line_of: Callable[[str], str],
 ) -> str:
-    """What else keeps the step in Python, by its name: "; history['step'] changed, too". "" if nothing does.
+    """What else keeps the step in Python: "; history['step'] (see train.py:31) changed, too". "" if nothing does.
 
     Only values and lengths are said, of those that belong to one name the first, and nothing that may change once only.
     """
@@ -144,7 +166,7 @@ def also_changed(
             said = difference({label: value}, {label: after[label]})
             if fix_of_change(str(said), facts, roots, in_step=True):
                 seen.add(root)
-                others.append(label)
+                others.append(label + line_of(str(said)))
     return f"; {', '.join(others[:_MOST_OTHERS])} changed, too" if others else ""
 
 

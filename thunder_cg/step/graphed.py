@@ -37,6 +37,7 @@ from thunder_cg.step.fixes import (
     fix_of_change,
     fix_of_changed_argument,
     fix_of_moved,
+    of_first_step,
     where,
 )
 from thunder_cg.step.gradients import GraphGradient
@@ -54,6 +55,7 @@ _MAX_LAYOUTS = 64  # remembered
 _BEFORE, _AFTER = "before the capture of the step", "after the capture of the step"  # what ranks agree at
 _SHAPE = "the shape of "
 _IN_USE = "graphs were replayed since the last call of this kind; raise max_recordings"
+_BETWEEN = ", between calls"
 _FIRST = "the first call of its kind: what the step does is noted"
 
 
@@ -354,7 +356,7 @@ class GraphedStep:
         """Counts a call that does not lead to a replay, and why."""
         self._unstable += 1
         if self._unstable == _MAX_UNSTABLE:
-            self._hopeless = f"{reason}, in each step{fix}"
+            self._hopeless = f"{reason}{'' if reason.endswith(_BETWEEN) else ', in each step'}{fix}"
             self._warn(self._hopeless)
 
     def _note(self, state: StepState, call: _Call) -> Any:
@@ -390,9 +392,12 @@ class GraphedStep:
             change += state.line_of(change) if fix else ""
             # A hook is the cause, maybe. What changes once, as the first step's state does, is not what is in the way.
             objection = found.hooked or (None if fix else found.objection)
-            fix += also_changed(change, before, now, state.facts, self._roots) if fix and not moved else ""
+            fix += (
+                also_changed(change, before, now, state.facts, self._roots, state.line_of) if fix and not moved else ""
+            )
             self.in_python -= Counter([reason])
-            self.in_python[objection or f"{change}, in the step{fix}"] += 1
+            once = of_first_step(change) if not fix else ""
+            self.in_python[objection or f"{change}, in the step{fix or once}"] += 1
             if objection is not None:
                 self._refuse(layout, state.facts, objection)
                 return result
@@ -407,7 +412,7 @@ class GraphedStep:
         """Why a call runs in Python and is noted, and what to do about that if it is so in each call."""
         if known is not None and (change := change_between(known.facts, state.facts)) is not None:
             fix = fix_of_change(change, state.facts, self._roots, in_step=False)
-            return change + (state.line_of(change) if fix else ""), fix
+            return f"{change}{state.line_of(change) if fix else ''}{_BETWEEN}", fix
         before, self._new_layout = self._new_layout, layout
         if before is not None and (changed := changed_argument(before, layout)) is not None:
             name, then, now = changed

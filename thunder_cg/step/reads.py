@@ -88,6 +88,7 @@ _OF_TWO = {
     "STORE_FAST_STORE_FAST": ("STORE_FAST", "STORE_FAST"),
 }
 _LOCALS = {"LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW"}
+_STORES = {"STORE_ATTR", "STORE_DEREF", "STORE_GLOBAL", "STORE_SUBSCR"}
 GROWING = list, deque  # see Note [What only grows]
 _ADDED_TO = "+="  # in the place of an attribute: the code only adds to what the names before it lead to
 _GROWS = {"append", "extend"}
@@ -580,8 +581,12 @@ def growing(code: types.CodeType) -> Set[int]:
 
 @cache
 def chains(code: types.CodeType) -> Mapping[_Chain, int]:
-    """What the code and the functions in it load or store, in the order of the code, and the first line of each."""
-    found: dict[_Chain, int] = {}
+    """What the code and the functions in it load or store, in the order of the code, each with a line.
+
+    It is the first one that names it and stores an attribute, an item or a variable, if one does, else the first one.
+    """
+    found: dict[_Chain, list[int]] = {}
+    stores = {line for name, _, line, _ in _instructions(code) if name in _STORES}
     aliases: dict[str, _Chain | None] = {}  # variables of the function that stand for a chain; None: for several
     current: _Chain | None = None
     current_line = code.co_firstlineno
@@ -591,7 +596,7 @@ def chains(code: types.CodeType) -> Mapping[_Chain, int]:
 
     def end() -> None:
         if current is not None:
-            found.setdefault(current, current_line)
+            found.setdefault(current, []).append(current_line)
 
     for name, value, line, _ in _instructions(code):
         level, names = arguments
@@ -624,10 +629,10 @@ def chains(code: types.CodeType) -> Mapping[_Chain, int]:
         if isinstance(constant, types.CodeType):
             for chain, line in chains(constant).items():
                 if chain.scope in ("global", "import") or (chain.scope == "cell" and chain.name in code.co_freevars):
-                    found.setdefault(chain, line)
+                    found.setdefault(chain, [line])
                 elif chain.scope == "cell" and chain.name in code.co_varnames[:1]:
-                    found.setdefault(_Chain("local", chain.name, chain.attributes), line)
-    return found
+                    found.setdefault(_Chain("local", chain.name, chain.attributes), [line])
+    return {chain: next((line for line in lines if line in stores), lines[0]) for chain, lines in found.items()}
 
 
 class _Instruction(NamedTuple):

@@ -15,7 +15,7 @@ import re
 import types
 from collections.abc import Callable, Mapping, Sequence
 from types import CellType, MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,8 @@ from thunder_cg.step.reads import (
     value_of,
 )
 from thunder_cg.step.snapshot import Snapshot
+
+_MOST_LINES = 3  # of those that name a container
 
 
 class StepState:
@@ -99,7 +101,7 @@ class StepState:
         self._places = {read.place for read, _ in reads}
         simple = Collector(device_type, self._names, carried)
         self._paths = [read.path for read, _ in reads if read.path is not None]
-        self._lines = {shared_generator(value) or read.label: read.line for read, value in reads}
+        self._lines = [_NamedAt.of(read, value) for read, value in reads]
         self._growing = [read for read, value in reads if _grows(read, value)]
         reads = [(read, value) for read, value in reads if not _grows(read, value)]
         reads = [(read, value) for read, value in reads if not self._is_carried(read, value, simple)]
@@ -282,10 +284,21 @@ class StepState:
         return "; ".join((problem + line, *fix))
 
     def line_of(self, change: str) -> str:
-        """The line of the user's code that names what a change is of: " (see train.py:31)"; "" if none is known."""
+        """The line of the user's code that names what a change is of: " (see train.py:31)"; "" if none is known.
+
+        Of an attribute it is the one that writes it, if one does; of a container it is each, as any may write it.
+        """
         label = subject(change)
-        names = [n for n, line in self._lines.items() if line and re.match(rf"{re.escape(n)}\W", label)]
-        return f" (see {self._lines[max(names, key=len)]})" if names else ""
+        named = [each for each in self._lines if re.match(rf"{re.escape(each.name)}\W", label)]
+        if not named or not (found := max(named, key=lambda each: len(each.name))).line:
+            return ""
+        same = [each for each in self._lines if each.container is not None and each.container == found.container]
+        grown = next((each.line for each in same if each.grows), None)
+        other = next((each.line for each in same if not each.grows), None)
+        if grown is None or other is None:
+            lines = list(dict.fromkeys(each.line for each in same or [found]))
+            return f" (see {' and '.join(lines[:_MOST_LINES])})"
+        return f" (see {grown}, and {other}, which reads it: a graph can append to a list that the step does not read)"
 
     def name_of(self, tensor: Tensor) -> str:
         """What names a tensor of the state, in few words."""
@@ -361,6 +374,21 @@ class StepState:
     def release(self) -> None:
         """Nothing has to be restored any more."""
         self._holders = []
+
+
+class _NamedAt(NamedTuple):
+    """A line of the user's code that reads a value by a name."""
+
+    name: str
+    line: str  # "" for an optimizer, since such a line does not tell what changes in it
+    grows: bool  # see Note [What only grows] in reads.py
+    container: int | None  # the identity of the value, if it is a container
+
+    @classmethod
+    def of(cls, read: Read, value: Any) -> _NamedAt:
+        line = "" if isinstance(value, Optimizer) else read.line
+        container = id(value) if isinstance(value, CONTAINERS) else None
+        return cls(shared_generator(value) or read.label, line, read.only_grows, container)
 
 
 def _grows(read: Read, value: Any) -> bool:
