@@ -28,10 +28,10 @@ from thunder_cg.compat.splitter import (
     modes_of,
 )
 from thunder_cg.compat.thunder import outside_of_autograd, symbol_of_function, with_derivative
-from thunder_cg.compat.torch import autograd_base, is_wrapper, shares_storage
+from thunder_cg.compat.torch import autograd_base, is_wrapper, shares_storage, tree_leaves
 from thunder_cg.dynamo.layouts import fixed_stride, is_refused_lstm
 from thunder_cg.dynamo.operators import executor, in_layout
-from thunder_cg.dynamo.writes import shares_memory
+from thunder_cg.dynamo.writes import requires_grad, shares_memory
 
 _numbers = count()
 
@@ -61,12 +61,14 @@ def join_pieces(parts: dict[Node, int], of_thunder: frozenset[int]) -> dict[Node
 
 
 def _read_where_used(parts: dict[Node, int], of_thunder: frozenset[int]) -> dict[Node, int]:
-    """Has each piece of Inductor's read the numbers from tensors that it takes from another part.
+    """In training, has each piece of Inductor's read the numbers from tensors that it takes from another part.
 
     Inductor (2.11) differentiates no piece that takes a float of which nothing is known, nor does Thunder differentiate
     a part that returns a number.
     """
-    if any(is_of_unknown_size(example(node)) for node in parts):  # another read would be another size
+    made = [example(node) for node in parts]
+    trains = any(requires_grad(leaf) for leaf in tree_leaves(made))
+    if not trains or any(map(is_of_unknown_size, made)):  # another read would be another size
         return parts
     found: dict[Node, int] = {}
     copies: dict[tuple[Node, int], Node] = {}
