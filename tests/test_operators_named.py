@@ -93,6 +93,37 @@ def test_the_fix_names_it_as_its_author_does():
     assert "pass allow=['thunder_cg_names::double'] to cudagraph_transform or thunder_cg.thunderfx" in cause.fix
 
 
+@torch.library.custom_op("thunder_cg_names::triple", mutates_args=())
+def triple(x: torch.Tensor) -> torch.Tensor:
+    return x * 3
+
+
+@triple.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+triple.register_autograd(lambda ctx, grad: grad * 3)
+
+
+@pytest.mark.parametrize("option", ["allow", "deny"])
+@pytest.mark.parametrize("name", ["thunder_cg_names::triple", triple], ids=["name", "function"])
+def test_the_name_of_an_operator_covers_its_derivative(option, name):
+    compiled = thunderfx(lambda x: torch.tanh(triple(torch.tanh(x))), backend="tape", **{option: [name]})
+    compiled(torch.ones(2, 2, requires_grad=True)).sum().backward()
+    report = explain(compiled)
+    reasons = [op.reason for trace in report.traces for op in trace.ops if "triple" in op.name]
+    assert reasons == [{"allow": "allowed by the user", "deny": "denied by the user"}[option]] * 2
+    assert not report.unmatched
+
+
+def test_the_fix_names_an_operator_and_its_derivative_alike():
+    compiled = thunderfx(lambda x: torch.tanh(triple(torch.tanh(x))), backend="tape")
+    compiled(torch.ones(2, 2, requires_grad=True)).sum().backward()
+    fixes = [op.fix for trace in explain(compiled).traces for op in trace.ops if "triple" in op.name]
+    assert len(fixes) == 2 and all("allow=['thunder_cg_names::triple']" in fix for fix in fixes)
+
+
 @pytest.mark.parametrize("operator", [soft_clip, clip, "names_ex.soft_clip"], ids=["symbol", "function", "name"])
 def test_an_operator_of_an_executor(operator):
     assert verdicts(jitted(allow=[operator]))["soft_clip"] == ("capture", "allowed by the user")

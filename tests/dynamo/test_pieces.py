@@ -220,3 +220,31 @@ def test_a_module(backend, device):
         torch.testing.assert_close(found, [p.grad for p in net.parameters()])
     assert not explain(graphed).outside
     assert [len(trace.regions) for trace in explain(graphed).traces] == [1, 1]
+
+
+def _scaled_by_its_mean(x: torch.Tensor) -> torch.Tensor:
+    return x * (x.abs().mean().item() + 1.0)
+
+
+def _scaled_twice_by_its_mean(x: torch.Tensor) -> torch.Tensor:
+    number = x.abs().mean().item() + 1.0
+    return torch.tanh(torch.tanh(x * number) * 2) * (number * 2)
+
+
+def _scaled_by_an_integer(x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x) * (x.abs().sum().long().item() + 1)
+
+
+@pytest.mark.filterwarnings("ignore:Thunder computes another gradient")  # of 0-dim tensors on the CPU: not here
+@pytest.mark.parametrize("scaled", [_scaled_by_its_mean, _scaled_twice_by_its_mean, _scaled_by_an_integer])
+def test_a_number_read_from_a_tensor_of_the_graph_in_training(scaled):
+    x = torch.rand(4, 8)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = thunderfx(lambda x: scaled(torch.tanh(x)), backend="tape")
+        for factor in (1, 2, 3, 4):
+            given, other = ((x * factor).requires_grad_() for _ in range(2))
+            result, expected = compiled(given), scaled(torch.tanh(other))
+            result.sum().backward()
+            expected.sum().backward()
+            torch.testing.assert_close(result, expected)
+            torch.testing.assert_close(given.grad, other.grad)

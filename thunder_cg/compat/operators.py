@@ -60,7 +60,12 @@ def parameters_of(function: Any, name: str) -> list[list[str]]:
 
 
 def library_names(function: Any) -> tuple[str, ...]:
-    """The names of an operator of ``torch.library``: "ns::op" and "torch.ops.ns.op"; () for anything else."""
+    """The names of an operator of ``torch.library``: "ns::op" and "torch.ops.ns.op"; () for anything else.
+
+    Also of one that a partial calls, as the derivative does that Thunder makes of an operator.
+    """
+    if isinstance(function, partial):
+        return next(filter(None, map(library_names, (function.func, *function.args))), ())
     if isinstance(function, CustomOpDef):
         function = function._opoverload
     if isinstance(function, torch._ops.OpOverload):

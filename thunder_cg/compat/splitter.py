@@ -21,7 +21,7 @@ from torch._dynamo.source import NumpyTensorSource
 from torch._dynamo.utils import numpy_method_wrapper, numpy_operator_wrapper, numpy_to_tensor_wrapper
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.fx import Graph, GraphModule, Node, Proxy
-from torch.fx.experimental.symbolic_shapes import free_symbols
+from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols
 from torch.fx.node import map_arg
 from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -227,6 +227,16 @@ def symbols_of_sizes(*nodes: Node) -> frozenset[Any]:
     values = (node.meta.get("example_value") for node in nodes)
     sized = [value for value in values if isinstance(value, (torch.Tensor, torch.SymInt))]
     return frozenset[Any]().union(*map(free_symbols, sized))
+
+
+def is_read_number(value: Any) -> bool:
+    """Whether a number is computed from one that the graph reads from a tensor."""
+    return isinstance(value, (torch.SymInt, torch.SymFloat)) and bool(free_unbacked_symbols(value))
+
+
+def is_of_unknown_size(value: Any) -> bool:
+    """Whether there is a tensor whose size depends on what tensors hold."""
+    return any(free_unbacked_symbols(tensor) for tensor in tensors_in([value]))
 
 
 def fallback_of(node: Node) -> Callable[..., Any] | None:

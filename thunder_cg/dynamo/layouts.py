@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from thunder_cg.analysis.sources import called_from, user_frames
-from thunder_cg.compat.splitter import example, inside_transforms, operator_name
+from thunder_cg.compat.splitter import example, inside_transforms, is_read_number, operator_name
 from thunder_cg.compat.torch import dispatch_mode_count, has_storage, shares_storage, tensors_in
 from thunder_cg.dynamo import operators
 from thunder_cg.dynamo.nodes import call_before, call_instead
@@ -85,7 +85,12 @@ def keeping_layouts(compile_piece: Callable[..., Any]) -> Callable[..., Any]:
         # Autograd refuses much of what Inductor makes of writes.
         if (writes_to_inputs(piece.graph) and not reads) or any(map(is_refused_lstm, piece.graph.nodes)):
             return operators_of_piece
-        compiled: Callable[..., Any] = compile_piece(piece, inputs, *args, **kwargs)
+        try:
+            compiled: Callable[..., Any] = compile_piece(piece, inputs, *args, **kwargs)
+        except AssertionError:  # Inductor (2.11) cannot differentiate some pieces that read a number from a tensor
+            if not any(is_read_number(example(node)) for node in operators_of_piece.graph.nodes):
+                raise
+            return operators_of_piece
         *_, output = piece.graph.nodes
         kept = [example(output.args), *(example(written_by(node)) for node in piece.graph.nodes)]
         places = piece.graph.find_nodes(op="placeholder")

@@ -17,12 +17,21 @@ from torch.fx import Graph, GraphModule, Node
 
 from thunder_cg.analysis import rules
 from thunder_cg.compat.inductor import OneWay, compile_each_way, draws, is_called_as_it_is, name_of_kernel
-from thunder_cg.compat.splitter import JOINED, SeenNode, example, fake_arguments, for_splitter, modes_of
+from thunder_cg.compat.splitter import (
+    JOINED,
+    SeenNode,
+    example,
+    fake_arguments,
+    for_splitter,
+    is_of_unknown_size,
+    is_read_number,
+    modes_of,
+)
 from thunder_cg.compat.thunder import outside_of_autograd, symbol_of_function, with_derivative
-from thunder_cg.compat.torch import autograd_base, is_wrapper, shares_storage
+from thunder_cg.compat.torch import autograd_base, is_wrapper, shares_storage, tree_leaves
 from thunder_cg.dynamo.layouts import fixed_stride, is_refused_lstm
 from thunder_cg.dynamo.operators import executor, in_layout
-from thunder_cg.dynamo.writes import shares_memory
+from thunder_cg.dynamo.writes import requires_grad, shares_memory
 
 _numbers = count()
 
@@ -37,6 +46,7 @@ def join_pieces(parts: dict[Node, int], of_thunder: frozenset[int]) -> dict[Node
     Returns:
         The same for the graph as it is then.
     """
+    parts = _read_where_used(parts, of_thunder)
     is_thunders: dict[Node, bool] = {}
     for number, group in groupby([*parts], parts.__getitem__):
         nodes, is_kept = [*group], number in of_thunder
@@ -48,6 +58,39 @@ def join_pieces(parts: dict[Node, int], of_thunder: frozenset[int]) -> dict[Node
         nodes = [*group]
         joined.update(dict.fromkeys(nodes, next(parts[node] for node in nodes if node in parts)))
     return joined
+
+
+def _read_where_used(parts: dict[Node, int], of_thunder: frozenset[int]) -> dict[Node, int]:
+    """In training, has each piece of Inductor's read the numbers from tensors that it takes from another part.
+
+    Inductor (2.11) differentiates no piece that takes a float of which nothing is known, nor does Thunder differentiate
+    a part that returns a number.
+    """
+    made = [example(node) for node in parts]
+    trains = any(requires_grad(leaf) for leaf in tree_leaves(made))
+    if not trains or any(map(is_of_unknown_size, made)):  # another read would be another size
+        return parts
+    found: dict[Node, int] = {}
+    copies: dict[tuple[Node, int], Node] = {}
+
+    def copied(number: Node, part: int) -> Node:
+        if not is_read_number(example(number)) or parts.get(number, part) == part:
+            return number
+        if (number, part) not in copies:
+            copies[number, part] = number.graph.node_copy(number, lambda each: copied(each, part))
+            found[copies[number, part]] = part
+        return copies[number, part]
+
+    for node, part in parts.items():
+        for number in node.all_input_nodes if part not in of_thunder else ():
+            with node.graph.inserting_before(node):
+                node.replace_input_with(number, copied(number, part))
+        found[node] = part
+    for number in {number: None for number, _ in reversed(copies)}:
+        if not number.users:
+            del found[number]
+            number.graph.erase_node(number)
+    return found
 
 
 def _as_operator(nodes: Sequence[Node]) -> tuple[Callable[..., Any], list[Node], list[Node]] | None:
