@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from thunder_cg import OptionError, cudagraph_transform, explain, graphed_step, thunderfx
+from thunder_cg.compat.dynamo import _condition
 from thunder_cg.compat.torch import attribute_writes_are_reported
 from thunder_cg.errors import TransformConflictError
 
@@ -752,6 +753,18 @@ def test_the_report_says_what_to_do_about_what_a_module_changes_itself(model, co
     assert condition in [each.condition for each in found.recompilations]
     assert f"To have fewer: {advice}" in str(found) and "pass what changes" not in str(found)
     assert replays(mended) == 3 and not explain(mended).recompilations
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("0/1: n == 4   # y = x + n  # code/train.py:8 in f", ("n == 4", "train.py:8")),
+        ("0/1: n == 4   # y = x + n  # code/train.py:8 in f (_dynamo/guards.py:3 in g)", ("n == 4", "train.py:8")),
+        ("4/1: x.size()[0] != 59  # (thunder_cg/compat/dynamo.py:183 in _leave)", ("x.size()[0] != 59", "")),
+    ],
+)
+def test_a_condition_has_the_users_line_or_none(said, expected):
+    assert _condition(said, None) == expected
 
 
 def test_the_report_gives_each_advice_about_compilations_once():
