@@ -326,7 +326,7 @@ def counts_less() -> tuple[int, int, dict[str, int]]:
 
     model = parallel.model()
     step, found = graphed(step_of_own(model)), []
-    with patch.multiple(agreement, _TIMEOUT=5.0, _SHORTEST=5.0):
+    with patch.multiple(agreement, _TIMEOUT=1.0, _SHORTEST=1.0):
         for i in range(10):
             if i < 2 and parallel.RANK() == 0:
                 for parameter in model.parameters():

@@ -114,6 +114,7 @@ class _GroupState:
         self.calls = 0  # that communicate in it
         self._before: _Issued | None = None  # the last of them
         self.behind = 0  # how many more another rank had counted, when this one last heard of it
+        self.heard: dict[int, _Number] = {}  # by rank, the call that it last heard of, if that was ahead
         self.is_captured = False  # whether they are in the capture of a step, and so are none
         self.generation: int | None = None  # see Note [Keys in the store]
         self.timeouts = 0  # since the ranks last agreed, and half of those before
@@ -383,7 +384,9 @@ def _vote(group: ProcessGroup, number: _Number, stage: str, rank: int, deadline:
     def look() -> str | None:
         said = [put.split(" ", 1) for key in keys if (put := _get(store, key)) is not None]
         calls = {tuple(map(int, text.split("."))): vote for text, vote in said if vote != _NOTHING}
-        if number not in calls and calls and (latest := max(calls)) > number:
+        latest, heard = max(calls, default=number), _states[group].heard
+        if number not in calls and latest > number and latest != heard.get(rank):  # not once more of the same call
+            heard[rank] = latest
             _states[group].catch_up(number, latest)
             now = f"it is at call {_text(latest)} that communicates in the group, and this rank at {_text(number)}"
             return f"{_NO}{now}; call modules and steps on all ranks alike"
