@@ -728,22 +728,30 @@ def test_lines_that_write_are_shown(step_twins):
         best["loss"] = best["loss"] + 1
         return x
 
+    def store_late(x):
+        number = len(best)
+        best["loss"] = number
+        del best["loss"]
+        best[number] = 0
+        return x
+
     def count(x):
         number = kept.count
         kept.count = number + 1
         return x
 
-    first = {fn: fn.__code__.co_firstlineno for fn in (append, store, count)}
+    first = {fn: fn.__code__.co_firstlineno for fn in (append, store, store_late, count)}
     for fn, line, rest in (
         (append, 1, rf", and test_fixes.py:{first[append] + 2}, which reads it"),
         (store, 1, rf" and test_fixes.py:{first[store] + 2}\)"),
+        (store_late, 2, r"\)"),
         (count, 2, r"\)"),
     ):
         step = step_twins.graphed(fn)
         for _ in range(3):
             step(torch.ones(2, device=step_twins.device))
         said = "; ".join(step.in_python)
-        assert re.search(rf"changed from .* \(see test_fixes.py:{first[fn] + line}{rest}", said), said
+        assert re.search(rf"changed .*\(see test_fixes.py:{first[fn] + line}{rest}", said), said
 
 
 def test_a_branch_that_only_prints(run, backend):

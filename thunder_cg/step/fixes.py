@@ -102,7 +102,9 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
     optimizer = next((value for value in owners if isinstance(value, Optimizer)), None)
     if "['lr']" in label:
         return f"; {_of_rate(optimizer)}"
-    schedulers = [name for name, value in named.items() if isinstance(value, LRScheduler) and value in owners]
+    schedulers = [
+        name for name, value in named.items() if isinstance(value, LRScheduler) and label.startswith(f"{name}.")
+    ]
     if in_step and schedulers:
         scheduled = named[schedulers[0]].optimizer
         is_number = not isinstance(scheduled.param_groups[0]["lr"], Tensor)

@@ -101,7 +101,7 @@ class StepState:
         self._places = {read.place for read, _ in reads}
         simple = Collector(device_type, self._names, carried)
         self._paths = [read.path for read, _ in reads if read.path is not None]
-        self._lines = [_NamedAt.of(read, value) for read, value in reads]
+        self._lines = [_NamedAt.of(read, value) for read, value in reads if read.line]
         self._growing = [read for read, value in reads if _grows(read, value)]
         reads = [(read, value) for read, value in reads if not _grows(read, value)]
         reads = [(read, value) for read, value in reads if not self._is_carried(read, value, simple)]
