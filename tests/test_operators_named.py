@@ -93,6 +93,15 @@ def test_the_fix_names_it_as_its_author_does():
     assert "pass allow=['thunder_cg_names::double'] to cudagraph_transform or thunder_cg.thunderfx" in cause.fix
 
 
+def test_the_error_of_thunder_names_the_operator():
+    compiled = thunder.jit(of_library, transforms=[cudagraph_transform(backend="tape")])
+    with pytest.raises(NotImplementedError):
+        compiled(torch.ones(2, 2))
+    said = " ".join(str(explain(compiled)).split())
+    assert "Trying to call function thunder_cg_names::double, but it is not yet supported" in said
+    assert "To try: for an operator of torch.library, use thunder_cg.thunderfx, which keeps it" in said
+
+
 @torch.library.custom_op("thunder_cg_names::triple", mutates_args=())
 def triple(x: torch.Tensor) -> torch.Tensor:
     return x * 3

@@ -69,6 +69,20 @@ def test_advice_for_a_read(tmp_path: Path, lines: str, expected: str) -> None:
     assert expected in said and len(said) < 180
 
 
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("x = x * (x.abs().mean().item() + 1.0)", "in training with torch.no_grad(): number = x.abs().mean(), as a"),
+        (f"x = x * {'x.abs().' * 9}mean().item()", "in training under torch.no_grad(), as a number has no gradient"),
+        ("x = x * float(x.mean())", "in training under torch.no_grad(), as a number has no gradient"),
+    ],
+)
+def test_advice_has_the_form_to_copy(tmp_path: Path, line: str, expected: str) -> None:
+    file = tmp_path / "model.py"
+    file.write_text(f"{line}\n")
+    assert expected in advice.for_read(SourceLine(str(file), 1))
+
+
 def test_advice_for_a_branch(tmp_path: Path) -> None:
     file = tmp_path / "model.py"
     file.write_text("while x > 0:\n    if x > 1: pass\nif x > 2:\n    print(x)\nif x.item() > 2:\n    log(x)\n")

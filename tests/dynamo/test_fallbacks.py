@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import thunder
 import torch
 from thunder.dynamo.utils import auto_register_ops
 
+from thunder_cg import explain, thunderfx
 from thunder_cg.compat.operators import operator_table
 from thunder_cg.compat.torch import tree_leaves, tree_map
 from thunder_cg.dynamo.fallbacks import objection_to_operator
@@ -98,3 +100,23 @@ def test_fallbacks_have_the_values_and_gradients_of_pytorch(names):
             wrong[name] = found
     assert checked >= (6 if names is not None else 280)
     assert not wrong, f"Thunder's fallbacks differ from PyTorch: {wrong}; add them to dynamo/fallbacks.py"
+
+
+_TABLE = np.linspace(0, 1, 8).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("operator", "name"),
+    [(lambda: torch.tensor(_TABLE), "torch.tensor"), (lambda: torch.from_numpy(_TABLE)[:], "torch.from_numpy")],
+    ids=["tensor", "from_numpy"],
+)
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+def test_a_tensor_of_an_array_is_to_be_made_once(operator, name):
+    compiled = thunderfx(lambda x: torch.tanh(x) * operator(), backend="tape")
+    torch.testing.assert_close(compiled(torch.ones(2, 8)), torch.ones(2, 8).tanh() * torch.from_numpy(_TABLE))
+    report = explain(compiled)
+    (outside,) = [*report.outside, *report.joined]
+    assert outside.operator == name
+    problem, _, fix = outside.reason.partition("; ")
+    assert problem == "it makes a tensor of an array of NumPy's in each call, which Thunder does not trace"
+    assert fix == "make the array a tensor or a buffer once, outside of what is compiled"

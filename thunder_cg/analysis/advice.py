@@ -12,7 +12,7 @@ from thunder_cg.analysis.sources import SourceLine
 
 _BRANCH = "choose with torch.where(condition, a, b), which computes both, or branch outside of the compiled function"
 _NO_GRADIENT = "; in training under torch.no_grad(), as a number has no gradient"
-_COMPUTED = f"leave the read out: operators take a 0-dim tensor in the place of a number{_NO_GRADIENT}"
+_COMPUTED = "leave the read out: operators take a 0-dim tensor in the place of a number"
 _CLAMPED = f"torch.clamp(value, min=...) in the place of max(), with max= for min(), of a 0-dim tensor{_NO_GRADIENT}"
 _UNBOUND = f"Tensor.unbind in the place of tolist(), which gives 0-dim tensors{_NO_GRADIENT}"
 _SPLIT = (
@@ -55,6 +55,7 @@ _SIZES = frozenset({
     "view", "reshape", "expand", "repeat", "tile", "chunk", "narrow", "unflatten", "pad", "one_hot", "topk",
 })  # fmt: skip
 
+_LONGEST = 40  # characters of an expression that is quoted
 _Parents = dict[ast.AST, ast.AST]
 
 
@@ -70,7 +71,8 @@ def for_read(line: SourceLine | None = None) -> str:
     if line is None:
         return KEEP_ON_DEVICE
     is_branch = (line.text or "").startswith(("if ", "elif ", "while ", "assert "))
-    return next(_uses(line), for_branch(line) if is_branch else KEEP_ON_DEVICE)
+    fix = next(_uses(line), for_branch(line) if is_branch else KEEP_ON_DEVICE)
+    return f"{fix}{_for_training(line)}" if fix == _COMPUTED else fix
 
 
 def for_branch(line: SourceLine | None = None) -> str:
@@ -97,11 +99,28 @@ def for_size(said: str) -> str:
 
 
 def _uses(line: SourceLine) -> Iterator[str]:
-    parents = _parents("".join(linecache.getlines(line.file)))
-    calls = [node for node in parents if isinstance(node, ast.Call) and _called(node) in _READS]
+    for read in _reads(line):
+        yield from _use(read, _parents(_text(line)))
+
+
+def _for_training(line: SourceLine) -> str:
+    """What to add for training, with the form to copy if the expression is short. ``detach`` would not do: Thunder
+    (0.2.6) does not trace it by itself, or not of a 0-dim tensor on the CPU."""
+    functions = [getattr(each, "func", None) for each in _reads(line) if _called(each) == "item"]
+    tensors = [ast.unparse(each.value) for each in functions if isinstance(each, ast.Attribute)]
+    if not tensors or len(tensors[0]) > _LONGEST:
+        return _NO_GRADIENT
+    return f"; in training with torch.no_grad(): number = {tensors[0]}, as a number has no gradient"
+
+
+def _reads(line: SourceLine) -> list[ast.Call]:
+    calls = [node for node in _parents(_text(line)) if isinstance(node, ast.Call) and _called(node) in _READS]
     here = [node for node in calls if node.lineno <= line.number <= (node.end_lineno or 0)]
-    for read in sorted(here, key=lambda node: _READS.index(_called(node))):
-        yield from _use(read, parents)
+    return sorted(here, key=lambda node: _READS.index(_called(node)))
+
+
+def _text(line: SourceLine) -> str:
+    return "".join(linecache.getlines(line.file))
 
 
 def _use(value: ast.expr, parents: _Parents, *, follows: bool = True) -> Iterator[str]:

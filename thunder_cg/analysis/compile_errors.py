@@ -122,7 +122,7 @@ _HINTS = (
         "for an operator of torch.library, give it a gradient with torch.library.register_autograd",
     ),
     _Hint(
-        ("torch._ops.", "not registered"),
+        ("torch._ops.", r"call function \w+::\w+", "not registered"),
         "for an operator of torch.library, use thunder_cg.thunderfx, which keeps it, or register it with an executor "
         "of Thunder's (README, Your own operator)",
     ),

@@ -13,6 +13,7 @@ from traceback import walk_stack, walk_tb
 from types import MappingProxyType
 
 from thunder_cg.compat.lines import PACKAGES, is_pythons, is_torchs, is_tracers, runs_compiled_code
+from thunder_cg.compat.operators import names_in_namespace
 from thunder_cg.compat.thunder import BoundSymbol
 
 # For a line of generated code, by file name and number: the stack, as Python prints it, of what it was generated from.
@@ -102,6 +103,9 @@ def _is_written(file: str) -> bool:
     return os.path.exists(file) or _notebook_cell(file) is not None or file in ("<stdin>", "<string>")
 
 
+_CUT_NAME = re.compile(r"torch\._ops\.(\w+)\.(?!\w)")  # of an operator of torch.library, in a message of Thunder's
+
+
 def described(error: BaseException, stacks: Stacks = _NO_STACKS, at: str | None = None) -> str:
     """The type of an error, where in the user's code it was raised, and the first sentence of its message.
 
@@ -116,6 +120,10 @@ def described(error: BaseException, stacks: Stacks = _NO_STACKS, at: str | None 
     where = f" at {at or called_from([*own[-1:], *lines[-1:]])}" if at or lines else ""
     said = re.sub(r"ProvenanceRecord\(\n.*?^\)\s*", f"{LOOKED_UP} ", str(cause), flags=re.MULTILINE | re.DOTALL)
     said = said.strip().partition("\n")[0].partition(". ")[0].rstrip(".!")
+    if (cut := _CUT_NAME.search(said)) is not None:
+        words = re.findall(r"\w+", (own[-1].text if own else "") or "")
+        if len(called := [name for name in names_in_namespace(cut[1]) if name in words]) == 1:
+            said = said.replace(cut[0], f"{cut[1]}::{called[0]}")
     said = re.sub(r"<(?:built-in )?(?:method|function) (\S+?)(?: (?:of|at) [^>]*)?>(?!\.)", r"\1", said)
     return f"{type(cause).__name__}{where}: {said or 'no message'}"
 

@@ -78,6 +78,12 @@ def library_names(function: Any) -> tuple[str, ...]:
     return (name, whole, name + overload, whole + overload) if overload else (name, whole)
 
 
+def names_in_namespace(namespace: str) -> list[str]:
+    """The operators of ``torch.library`` in a namespace that have been looked up, without the namespace."""
+    found = vars(getattr(torch.ops, namespace)).items()
+    return [name for name, each in found if isinstance(each, torch._ops.OpOverloadPacket)]
+
+
 def is_in_library(name: str) -> bool:
     """Whether ``torch.library`` has an operator of this name: "ns::op" or "torch.ops.ns.op", each with or without an
     overload.

@@ -208,9 +208,20 @@ def numpy_name(node: Node) -> str | None:
     return f"{kind}.{function.__name__.removeprefix('wrapped_').removeprefix('wrapped_')}"
 
 
+def is_of_array(node: Node) -> bool:
+    """Whether it makes a tensor of an array of NumPy's, for which Dynamo has a tensor."""
+    source = node.args[0] if node.args else None
+    is_array = isinstance(source, Node) and (_is_numpys_input(source) or numpy_name(source) is not None)
+    return node.target in (torch.tensor, torch.as_tensor) and is_array
+
+
+def _is_numpys_input(node: Node) -> bool:
+    return isinstance(getattr(node, "_dynamo_source", None), NumpyTensorSource)
+
+
 def is_number_of_numpys(node: Node) -> bool:
     """Whether it is a tensor that Dynamo has in the place of an integer of NumPy's."""
-    is_numpys = isinstance(getattr(node, "_dynamo_source", None), NumpyTensorSource) or numpy_name(node) is not None
+    is_numpys = _is_numpys_input(node) or numpy_name(node) is not None
     value = node.meta.get("example_value")
     return is_numpys and isinstance(value, torch.Tensor) and value.dim() == 0 and value.dtype is torch.int64
 
@@ -490,6 +501,10 @@ class SeenNode(NamedTuple):
             operator = f"Tensor.{node.args[1]}"
         elif node.target is GET_DATA:
             operator = "Tensor.data"
+        elif is_of_array(node):
+            _, _, line = (node.stack_trace or "").strip().rpartition("\n")
+            is_from_numpy = node.target is torch.as_tensor and "from_numpy" in line  # which Dynamo writes so
+            operator = "torch.from_numpy" if is_from_numpy else f"torch.{operator_name(node)}"
         return cls(node.stack_trace, operator, not is_of_transform(node))
 
 

@@ -28,6 +28,7 @@ from thunder_cg.compat.splitter import (
     inside_transforms,
     is_collective,
     is_for_splitter,
+    is_of_array,
     is_traced,
     is_unused,
     loses_wait,
@@ -173,6 +174,9 @@ def _objection_to_node(node: Node, options: dict[str, Any]) -> str | None:
             if name.startswith("numpy.random.")
             else f"is NumPy's, which Dynamo has PyTorch compute{_OF_PYTORCH}"
         )
+    if is_of_array(node):
+        problem = "makes a tensor of an array of NumPy's in each call, which Thunder does not trace"
+        return f"{problem}; make the array a tensor or a buffer once, outside of what is compiled"
     if operator_name(node) == "_assert_async":
         return "is an assert on what a tensor holds, which Thunder does not trace; check before or after the call"
     if is_unknown(node.target):

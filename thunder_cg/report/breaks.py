@@ -179,12 +179,14 @@ def _stack_of(ended: Any) -> tuple[str | None, list[Any]]:
 def _understood(said: str, frames: Sequence[SourceLine]) -> tuple[str, str]:
     """The reason and the fix in Dynamo's message, which has hints on lines of their own; the last frame is where."""
     first, *rest = [line.strip() for line in said.strip().splitlines()] or [""]
+    line, is_read = (frames[-1].text or "") if frames else "", "_local_scalar_dense" in said
     if any(each in first for each in ("jump", "Data-dependent branching", "Could not guard on data-dependent")):
         return "a branch on what a tensor holds", for_branch(*frames[-1:])
-    if ".item()" in first:
-        return ITEM, for_read(*frames[-1:])
-    if any(each in first for each in ("tolist()", "Data dependent operator")):
-        return first, for_read(*frames[-1:])
+    if (is_tolist := "tolist()" in first or (is_read and ".tolist()" in line)) or is_read or ".item()" in first:
+        return ITEM.replace("item", "tolist") if is_tolist else ITEM, for_read(*frames[-1:])
+    if "Data dependent operator" in first:
+        operator = re.search(r"Operator `([\w.]+?)(?:\.default)?`", said)
+        return f"{operator[1] if operator else 'an operator'} reads what a tensor holds", for_read(*frames[-1:])
     if "torch.autograd.grad" in first or "Tensor.backward()" in first:
         return "a gradient, which Thunder computes of a whole graph only", _GRADIENT
     if first.startswith("logging.Logger method"):
