@@ -185,8 +185,8 @@ def _understood(said: str, frames: Sequence[SourceLine]) -> tuple[str, str]:
     if (is_tolist := "tolist()" in first or (is_read and ".tolist()" in line)) or is_read or ".item()" in first:
         return ITEM.replace("item", "tolist") if is_tolist else ITEM, for_read(*frames[-1:])
     if "Data dependent operator" in first:
-        operator = re.search(r"Operator `([\w.]+?)(?:\.default)?`", said)
-        return f"{operator[1] if operator else 'an operator'} reads what a tensor holds", for_read(*frames[-1:])
+        named = re.search(r"Operator `([\w.]+?)(?:\.default)?`", said)
+        return f"{named[1] if named else 'an operator'} reads what a tensor holds", for_read(*frames[-1:])
     if "torch.autograd.grad" in first or "Tensor.backward()" in first:
         return "a gradient, which Thunder computes of a whole graph only", _GRADIENT
     if first.startswith("logging.Logger method"):
@@ -201,8 +201,7 @@ def _understood(said: str, frames: Sequence[SourceLine]) -> tuple[str, str]:
         return first, _ASYNC
     if (sized := _SIZED.search(said)) is not None:  # traced, it would be left to Inductor
         operator = re.sub(r"aten\._?unique\w*", "torch.unique", sized[1])
-        text = str(frames[-1].text) if frames else ""
-        about = " ".join(_NONZERO.findall(text)) if operator == "aten.nonzero" else operator  # which x[mask] calls, too
+        about = " ".join(_NONZERO.findall(line)) if operator == "aten.nonzero" else operator  # which x[mask] calls, too
         fix = for_size(about) if operator.startswith(("aten.", "torch.")) else _OUTSIDE
         return f"the size of what {operator} returns depends on what tensors hold", fix
     explained = next((line.partition(": ")[2] for line in rest if line.startswith("Explanation: ")), "")
