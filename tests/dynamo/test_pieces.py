@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import suppress
 
 import pytest
 import torch
@@ -248,3 +249,18 @@ def test_a_number_read_from_a_tensor_of_the_graph_in_training(scaled):
             expected.sum().backward()
             torch.testing.assert_close(result, expected)
             torch.testing.assert_close(given.grad, other.grad)
+
+
+@pytest.mark.filterwarnings("ignore:Thunder computes another gradient")
+def test_a_number_that_is_read_before_the_tensor_is_written():
+    """A read where the number is used would find another one. Thunder raises, with and without graphs."""
+
+    def scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        number = factor.item()
+        factor.fill_(7.0)
+        return torch.sin(torch.tanh(x) * (number + 1.0)) + factor
+
+    x, factors = torch.rand(4, 8, requires_grad=True), (torch.tensor(3.0), torch.tensor(3.0))
+    expected = scaled(x, factors[0])
+    with torch._dynamo.config.patch(capture_scalar_outputs=True), suppress(RuntimeError):
+        torch.testing.assert_close(thunderfx(scaled, backend="tape")(x, factors[1]), expected)

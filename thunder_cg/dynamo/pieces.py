@@ -31,7 +31,7 @@ from thunder_cg.compat.thunder import outside_of_autograd, symbol_of_function, w
 from thunder_cg.compat.torch import autograd_base, is_wrapper, shares_storage, tree_leaves
 from thunder_cg.dynamo.layouts import fixed_stride, is_refused_lstm
 from thunder_cg.dynamo.operators import executor, in_layout
-from thunder_cg.dynamo.writes import requires_grad, shares_memory
+from thunder_cg.dynamo.writes import requires_grad, shares_memory, written_by
 
 _numbers = count()
 
@@ -64,11 +64,11 @@ def _read_where_used(parts: dict[Node, int], of_thunder: frozenset[int]) -> dict
     """In training, has each piece of Inductor's read the numbers from tensors that it takes from another part.
 
     Inductor (2.11) differentiates no piece that takes a float of which nothing is known, nor does Thunder differentiate
-    a part that returns a number.
+    a part that returns a number. Where the graph writes in place, a later read may find another number.
     """
     made = [example(node) for node in parts]
     trains = any(requires_grad(leaf) for leaf in tree_leaves(made))
-    if not trains or any(map(is_of_unknown_size, made)):  # another read would be another size
+    if not trains or any(map(written_by, parts)) or any(map(is_of_unknown_size, made)):  # another read, another size
         return parts
     found: dict[Node, int] = {}
     copies: dict[tuple[Node, int], Node] = {}
