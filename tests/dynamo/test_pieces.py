@@ -251,13 +251,22 @@ def test_a_number_read_from_a_tensor_of_the_graph_in_training(scaled):
             torch.testing.assert_close(given.grad, other.grad)
 
 
+@torch.library.custom_op("pieces::fill_with_seven", mutates_args=("x",))
+def fill_with_seven(x: torch.Tensor) -> None:
+    x.fill_(7.0)
+
+
+fill_with_seven.register_fake(lambda x: None)
+
+
 @pytest.mark.filterwarnings("ignore:Thunder computes another gradient")
-def test_a_number_that_is_read_before_the_tensor_is_written():
+@pytest.mark.parametrize("write", [lambda x: x.fill_(7.0), torch.ops.pieces.fill_with_seven], ids=["PyTorch's", "own"])
+def test_a_number_that_is_read_before_the_tensor_is_written(write):
     """A read where the number is used would find another one. Thunder raises, with and without graphs."""
 
     def scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         number = factor.item()
-        factor.fill_(7.0)
+        write(factor)
         return torch.sin(torch.tanh(x) * (number + 1.0)) + factor
 
     x, factors = torch.rand(4, 8, requires_grad=True), (torch.tensor(3.0), torch.tensor(3.0))

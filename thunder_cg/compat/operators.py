@@ -7,7 +7,7 @@ import sys
 import types
 import unittest
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from importlib.util import find_spec
@@ -57,6 +57,20 @@ def parameters_of(function: Any, name: str) -> list[list[str]]:
         ["input" if each.name == "self" else each.name for each in schema.arguments if not each.kwarg_only]
         for schema in schemas
     ]
+
+
+def mutated(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that an operator of ``torch.ops`` writes in place, by its schemas."""
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        overloads = [getattr(function, name) for name in function.overloads()]
+    else:
+        overloads = [function] if isinstance(function, torch._ops.OpOverload) else []
+    found = []
+    for arguments in (each._schema.arguments for each in overloads):
+        given = {argument.name: value for argument, value in zip(arguments, args)} | dict(kwargs)
+        writes = (each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write)
+        found += [given[name] for name in writes if name in given]
+    return found
 
 
 def library_names(function: Any) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from thunder_cg.compat.operators import mutated
 from thunder_cg.compat.splitter import example, operator_name, without_gradient
 from thunder_cg.compat.torch import has_storage, shares_storage, storage_id, tensors_in
 
@@ -30,7 +31,8 @@ def written_by(node: Node) -> list[Any]:
     """What an operator writes in place, as arguments of its node."""
     is_operator = node.target in IN_PLACE or node.target is operator.setitem
     writes = is_named_in_place(node) or is_operator or node.kwargs.get("inplace") is True
-    return [*(node.args[:1] if writes else ()), *([node.kwargs["out"]] if "out" in node.kwargs else ())]
+    written = [*(node.args[:1] if writes else ()), *([node.kwargs["out"]] if "out" in node.kwargs else ())]
+    return [*written, *mutated(node.target, node.args, node.kwargs)]
 
 
 def shares_memory(values: Any, others: Any) -> bool:
