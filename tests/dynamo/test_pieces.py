@@ -237,7 +237,13 @@ def _scaled_by_an_integer(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:Thunder computes another gradient")  # of 0-dim tensors on the CPU: not here
-@pytest.mark.parametrize("scaled", [_scaled_by_its_mean, _scaled_twice_by_its_mean, _scaled_by_an_integer])
+@pytest.mark.parametrize(
+    "scaled",
+    [
+        _scaled_by_its_mean,
+        *(pytest.param(fn, marks=pytest.mark.nightly) for fn in (_scaled_twice_by_its_mean, _scaled_by_an_integer)),
+    ],
+)
 def test_a_number_read_from_a_tensor_of_the_graph_in_training(scaled):
     x = torch.rand(4, 8)
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
