@@ -489,18 +489,21 @@ def adds_a_fraction(model):
     return keep, lambda: torch.tensor(keeper.before)
 
 
-def counts_in_a_circle(model):
-    class Circle(Keeper):
-        def __setattr__(self, name, value):
-            object.__setattr__(self, name, value % 4 if type(value) is int else value)
-
-    keeper = Circle(model)
+def counts(keeper):
     keeper.before = 0
 
     def keep(loss, logits):
         keeper.before += 1
 
     return keep, lambda: torch.tensor(keeper.before)
+
+
+def counts_in_a_circle(model):
+    class Circle(Keeper):
+        def __setattr__(self, name, value):
+            object.__setattr__(self, name, value % 4 if type(value) is int else value)
+
+    return counts(Circle(model))
 
 
 def counts_in_a_circle_of_a_descriptor(model):
@@ -511,13 +514,7 @@ def counts_in_a_circle_of_a_descriptor(model):
         def __set__(self, keeper, value):
             vars(keeper)["before"] = value % 4 if type(value) is int else value
 
-    keeper = type("Keeper", (Keeper,), {"before": Circle()})(model)
-    keeper.before = 0
-
-    def keep(loss, logits):
-        keeper.before += 1
-
-    return keep, lambda: torch.tensor(keeper.before)
+    return counts(type("Keeper", (Keeper,), {"before": Circle()})(model))
 
 
 def gives_an_attribute(model):

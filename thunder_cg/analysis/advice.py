@@ -77,8 +77,9 @@ def for_read(line: SourceLine | None = None) -> str:
 
 def for_branch(line: SourceLine | None = None) -> str:
     """What to do about a branch on what a tensor holds."""
-    branches = [] if line is None else [each for each in _branches(line.file) if each.lineno == line.number]
-    return _of_branch(branches[0]) if branches else _BRANCH
+    nodes = () if line is None else _parents(_text(line))
+    branches = (node for node in nodes if isinstance(node, (ast.If, ast.While)))
+    return next((_of_branch(each) for each in branches if line is not None and each.lineno == line.number), _BRANCH)
 
 
 def _of_branch(branch: ast.If | ast.While) -> str:
@@ -87,10 +88,6 @@ def _of_branch(branch: ast.If | ast.While) -> str:
     inner = [*branch.body, *branch.orelse]
     calls = [each.value for each in inner if isinstance(each, ast.Expr) and _called(each.value) in _LOGS - _LISTS]
     return _LOGGED if len(calls) == len(inner) else _BRANCH
-
-
-def _branches(file: str) -> list[ast.If | ast.While]:
-    return [node for node in _parents("".join(linecache.getlines(file))) if isinstance(node, (ast.If, ast.While))]
 
 
 def for_size(said: str) -> str:

@@ -294,9 +294,8 @@ def _condition(reason: str, backend: ThunderCompiler) -> tuple[str, str]:
     """The condition and its line in Dynamo's "0/1: n == 4   # y = x + n  # code/train.py:8 in f"."""
     condition, _, source = reason.partition("\n")[0].partition("  #")
     condition = condition.partition(": ")[2].strip()
-    found = re.match(
-        r".*?([^/\\\s]+:\d+) in [^\s)]+( \(.*\))?$", source.strip()
-    )  # in parentheses is no line of the user's
+    # What is in parentheses is no line of the user's.
+    found = re.match(r".*?([^/\\\s]+:\d+) in [^\s)]+( \(.*\))?$", source.strip())
     condition = _with_names(_LEFT.sub(BEFORE_BREAK, condition), getattr(backend, "parameters", ()))
     condition = _GLOBAL.sub(r"\1", condition.replace("GLOBAL_STATE changed: ", MODE).strip())
     condition = _OF_HOOK.sub(r"a variable of a hook of \1", _OF_MODULES.sub(r".\1", condition))

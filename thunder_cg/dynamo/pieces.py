@@ -86,7 +86,7 @@ def _read_where_used(parts: dict[Node, int], of_thunder: frozenset[int]) -> dict
             with node.graph.inserting_before(node):
                 node.replace_input_with(number, copied(number, part))
         found[node] = part
-    for number in {number: None for number, _ in reversed(copies)}:
+    for number in dict.fromkeys(number for number, _ in reversed(copies)):
         if not number.users:
             del found[number]
             number.graph.erase_node(number)

@@ -392,9 +392,8 @@ class GraphedStep:
             change += state.line_of(change) if fix else ""
             # A hook is the cause, maybe. What changes once, as the first step's state does, is not what is in the way.
             objection = found.hooked or (None if fix else found.objection)
-            fix += (
-                also_changed(change, before, now, state.facts, self._roots, state.line_of) if fix and not moved else ""
-            )
+            if fix and not moved:
+                fix += also_changed(change, before, now, state.facts, self._roots, state.line_of)
             self.in_python -= Counter([reason])
             once = of_first_step(change) if not fix else ""
             self.in_python[objection or f"{change}, in the step{fix or once}"] += 1
