@@ -269,8 +269,8 @@ def test_a_smaller_last_batch_leaves_full_ones_to_their_graph(backend, device, t
     assert len(graphed._backend.subgraph_infos) == 2 and "later calls take" not in str(explain(graphed))
 
 
-def test_only_the_sizes_that_an_earlier_graph_has_are_left_to_it(device):
-    graphed = thunderfx(lambda x: torch.tanh(x).sin(), backend="tape")
+def test_only_the_sizes_that_an_earlier_graph_has_are_left_to_it(device, backend):
+    graphed = thunderfx(lambda x: torch.tanh(x).sin(), backend=backend)
     for rows, columns in ((4, 6), (4, 5), (3, 5), (4, 6), (4, 7), (3, 6), (4, 5)):
         graphed(torch.ones(rows, columns, device=device))
     assert len(graphed._backend.subgraph_infos) == 3, "(4, 6), (4, n) and (m, n)"

@@ -686,8 +686,10 @@ def test_what_else_changes_is_named(run):
 
 
 @pytest.mark.parametrize("rate", [0.01, torch.tensor(0.01)], ids=["number", "tensor"])
-def test_a_scheduler_goes_after_the_step(run, rate):
+def test_a_scheduler_goes_after_the_step(run, rate, device):
     """What it counts is PyTorch's, and no tensor."""
+    is_tensor = isinstance(rate, torch.Tensor)
+    rate = rate.to(device) if is_tensor else rate
 
     def make(model, optimizer, *, inside=True):
         schedule = LambdaLR(optimizer, lambda i: 1 / (1 + i))
@@ -703,7 +705,6 @@ def test_a_scheduler_goes_after_the_step(run, rate):
 
     step, (*_, said) = run(make, lr=rate, fused=True)
     fix = "call schedule.step() after the step"
-    is_tensor = isinstance(rate, torch.Tensor)
     assert step.replays == 0 and said.count(fix) == 1 and "writes in place" not in said, said
     assert (fixes._RATE in said) != is_tensor, said
 

@@ -28,6 +28,7 @@ from thunder_cg.compat.torch import (
     global_hooks,
     has_storage,
     hooks_of,
+    inside_autocast,
     is_wrapper,
     names_of,
     registered_hooks,
@@ -306,11 +307,12 @@ class StepState:
         return min(names, key=len)
 
     def kept_by_autocast(self) -> str | None:
-        """The name of a weight that an autocast around the step casts, and keeps cast for later calls; None if none is.
+        """The name of a weight that an autocast around the step may keep cast for later calls; None if there is none.
 
-        What Thunder or Dynamo compiles casts weights by itself.
+        Also one with enabled=False, if the step enters another in it. No object of Python holds what it keeps, so that
+        nothing else shows that a graph reads it. What Thunder or Dynamo compiles casts weights by itself.
         """
-        if not (torch.is_autocast_enabled(self._device_type) and torch.is_autocast_cache_enabled()):
+        if not (inside_autocast() and torch.is_autocast_cache_enabled()):
             return None
         modules = [module for _, root in self._roots if isinstance(root, nn.Module) for module in root.modules()]
         compiled = {id(each) for module in modules if is_compiled(module) for each in module.parameters()}
