@@ -1197,6 +1197,24 @@ def test_an_exception_of_a_replay_has_a_note():
     assert step.calls == step.replays + step.captures + sum(step.in_python.values()) + step.raised
 
 
+@pytest.mark.parametrize("value", [0.5, "tensor"], ids=["number", "tensor"])
+def test_what_a_mask_writes(step_twins, device, value):
+    """A number is filled in where the mask is; a tensor's elements are placed after the mask was read on the host."""
+    value = torch.tensor([0.5], device=device) if value == "tensor" else value
+
+    def fn(x):
+        x = x.clone()
+        x[x > 0] = value
+        x[:, x[0] < 0] = value
+        return x
+
+    step = step_twins.graphed(fn)
+    for _ in range(5):
+        x, _ = step_twins.batch()
+        same(step(x.clone()), fn(x))
+    assert step.replays == 3 * isinstance(value, float), step.in_python
+
+
 # ----------------------------------------------------------------------------------------------- what people also write
 
 

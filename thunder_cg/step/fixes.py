@@ -57,8 +57,6 @@ _VALIDATION = "the distribution reads its arguments on the host; make it with va
 _BACKWARD = "the backward reads a value on the host; torch.autograd.set_detect_anomaly does, unless check_nan=False"
 _READ = "the host reads a value there; return the tensor, and read it outside of the step"
 _MASK = "the number of elements depends on values; take torch.where, or multiply by the mask"
-_ROWS = "PyTorch looks for what is on this rank there; take ColwiseParallel for an embedding, and no loss_parallel"
-_OF_ROWS = "_mask_tensor", "apply_mask"  # functions of DTensors
 _READ_OR_MASK = f"{_READ}; for a boolean index, take torch.where"
 _NUMBERS = "a tensor is made of Python's numbers there; make it before the step"
 _COPY = "a tensor is copied between host and device there; make it on the device before the step, or return it"
@@ -231,9 +229,6 @@ def _fix_in_torch(frames: Sequence[FrameType]) -> str | None:
         owner, optimizer = frame.f_locals.get("self"), frame.f_locals.get("optimizer")
         if isinstance(owner, Distribution) and frame.f_code.co_name in ("__init__", "_validate_sample"):
             return _VALIDATION
-        module = str(frame.f_globals.get("__name__"))
-        if module.startswith("torch.distributed.tensor") and frame.f_code.co_name in _OF_ROWS:
-            return _ROWS
         if frame.f_locals.get("error_if_nonfinite") is True:
             return _NORM
         if frame.f_code.co_name == "_engine_run_backward":
