@@ -67,11 +67,11 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial
-from typing import Protocol
 
 from thunder_cg.compat import distributed
 from thunder_cg.compat.distributed import ProcessGroup, Store
 from thunder_cg.errors import OptionsDiffer, RanksDiffer
+from thunder_cg.runtime.arena import Recorder
 
 _logger = logging.getLogger(__name__)
 
@@ -86,13 +86,6 @@ _SILENCE = 10.0  # seconds after which the log says what a rank waits for, and d
 _NO, _NEVER, _NOTHING = "no: ", "never: ", ""
 _HAS = " again"  # ends a vote of one that could replay
 _ALONE = "alone: "  # begins the options of a function that only this rank has compiled
-
-
-class HoldsGroups(Protocol):
-    """What has recordings that hold a group's communicator."""
-
-    def close_recordings(self, *, may_wait: bool) -> None:
-        """Destroys the graphs, after their work is done if that may be waited for."""
 
 
 _Number = tuple[int, ...]  # of a call; that of one in a step begins with the step's
@@ -124,7 +117,7 @@ class _GroupState:
         # See Note [Same options].
         self.functions = 0  # with Thunder's collectives in it, that have been called
         self.options: str | None = None  # of all of them, on all ranks; None if they differ
-        self.holders: weakref.WeakSet[HoldsGroups] = weakref.WeakSet()
+        self.holders: weakref.WeakSet[Recorder] = weakref.WeakSet()
         self.keep_eager: weakref.WeakSet[object] = weakref.WeakSet()  # programs that no graph is to hold
 
     @property
@@ -436,7 +429,7 @@ class Collectives:
     def _clock(self) -> _Clock | None:
         return _clock(self._together)
 
-    def held_by(self, holder: HoldsGroups) -> None:
+    def held_by(self, holder: Recorder) -> None:
         """``holder`` is told before one of the groups goes."""
         distributed.before_shutdown(_close_holders)
         for group in self._groups:

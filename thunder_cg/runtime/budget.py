@@ -65,7 +65,9 @@ class ProgramBudget:
         return self._arenas.budget(self._regions[0].device)
 
     def _ask_for_room(self, call: Call, expected: int | None) -> None:
-        self._no_room = self._arenas.make_room(call, self._regions[0].device, self.captures_pay, expected)
+        self._no_room = self._arenas.make_room(
+            call.arenas(), self._regions[0].device, self.captures_pay, expected, call.recording
+        )
         if self._no_room is not None:
             self._ask_again_at = call.program.calls + self._pause
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)

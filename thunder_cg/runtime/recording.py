@@ -10,7 +10,7 @@ import torch
 
 from thunder_cg.compat.torch import in_profile
 from thunder_cg.errors import ReplayRefused
-from thunder_cg.runtime.arena import Arena
+from thunder_cg.runtime.arena import Arena, RecordingUse
 from thunder_cg.runtime.backend import Graph
 from thunder_cg.runtime.failures import note_replay
 from thunder_cg.runtime.guards import Guard
@@ -145,24 +145,6 @@ class TraceRecording:
     scratch: Arena | None = None  # of a backward that does not allocate in the recording's arena
     key: Any = None  # the layout that it was captured for
     lent: list[Lent] = field(default_factory=list)  # what its replays lend
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class RecordingUse:
-    """How much a recording is used, and how much memory that takes: who is discarded for others depends on it."""
-
-    nbytes: int = 0  # of the arena, about: recordings of one arena share its memory
-    replays: int = 0
-    forgotten: float = 0  # of the replays: those that do not count any more
-
-    @property
-    def value(self) -> float:
-        """How much time it saves for its memory: replays per byte."""
-        return (self.replays - self.forgotten) / max(1, self.nbytes)
-
-    def age(self) -> None:
-        """Has its replays up to now count by half, so that what was used long ago does not stay for ever."""
-        self.forgotten += (self.replays - self.forgotten) / 2
 
 
 @dataclass(slots=True, eq=False)
