@@ -476,20 +476,7 @@ def cudagraph_transform(
         OptionError: a value that an option cannot have.
         BackendError: the backend does not work on this machine.
     """
-    options = Options(
-        allow,
-        deny,
-        backend,
-        strict,
-        verify,
-        debug,
-        max_recordings,
-        max_arenas,
-        capture_collectives,
-        memory_budget,
-        select,
-    )
-    return CudagraphTransform(options)
+    return CudagraphTransform(Options(**locals()))
 
 
 class CUDAGraphPlugin(compat.Plugin):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import cached_property
 from typing import Any
 from weakref import WeakMethod, ref
 
@@ -157,6 +158,26 @@ class EntryFastPaths:
             self._traced = [TracedFastPath(compiled, guard, values), *self._traced][:_MAX_TRACED]
 
 
+class _KnownEntry:
+    """One cache entry of Thunder's, as the dispatch knows it."""
+
+    def __init__(self, entry: CacheEntry) -> None:
+        self.entry = entry
+        self.paths: EntryFastPaths | None = None  # once it has had a call
+        self.has_no_paths = False  # and never will
+        self._excludes: dict[int, bool] = {}  # by the identity of an older entry
+
+    @cached_property
+    def checks(self) -> PrologueChecks:
+        return PrologueChecks(self.entry.prologue_traces[-1])
+
+    def excludes(self, older: _KnownEntry) -> bool:
+        """Whether no call is for both."""
+        if id(older.entry) not in self._excludes:
+            self._excludes[id(older.entry)] = self.checks.excludes(older.checks)
+        return self._excludes[id(older.entry)]
+
+
 class Dispatch:
     """Stands in for a compiled module's forward: tries the fast paths, then Thunder's dispatch.
 
@@ -167,14 +188,11 @@ class Dispatch:
         self._module = ref(module)
         self._thunders = dispatch_of(module)
         self._parameters_cache = ParameterCache(module)
-        self._entries: list[EntryFastPaths] = []
+        self._entries: dict[int, _KnownEntry] = {}  # by the identity of Thunder's
         self._calls: list[FastPath] = []  # of all entries
-        self._unsupported: list[CacheEntry] = []
         self._statistics = compile_stats(module)
         self.parts: ModelParts | None = None  # of the model, when Thunder first compiled it
         self._known = 0  # how many cache entries there were
-        # By the identity of each cache entry: itself, its checks, and whether it and an older one are exclusive.
-        self._checks: dict[int, tuple[CacheEntry, PrologueChecks, dict[int, bool]]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():  # it would look into whatever it can
@@ -197,7 +215,7 @@ class Dispatch:
         """A call that takes Thunder's dispatch, which may compile."""
         if (module := self._module()) is not None:
             refuse_fully_sharded(module)
-        for entry in self._entries:
+        for entry in self._with_paths():
             entry.drop_caches()
         nodes = nodes_of(self._leaves())  # held until Thunder's own nodes hold them: see Note [Nodes without hooks]
         failures = self._failures()
@@ -216,8 +234,11 @@ class Dispatch:
     def drop_discarded(self) -> None:
         """Drops the fast paths to recordings that were dropped. The next call takes Thunder's dispatch."""
         self._calls = []
-        for entry in self._entries:
+        for entry in self._with_paths():
             entry.drop_discarded()
+
+    def _with_paths(self) -> list[EntryFastPaths]:
+        return [each.paths for each in self._entries.values() if each.paths is not None]
 
     def _failures(self) -> int:
         """How often Thunder has raised while it compiled, as it keeps what it has compiled."""
@@ -227,7 +248,7 @@ class Dispatch:
         """The parameters that Thunder's call may get a gradient for, if calls may get autograd nodes of ours."""
         module = self._module()
         is_watched = dispatch_mode_count() or function_mode_count() or functorch_is_active() or is_traced()
-        entries = self._entries
+        entries = self._with_paths()
         may_train = not entries or any(e.is_one_region and e.compiled.backward is not None for e in entries)
         if module is None or not may_train or is_watched or not torch.is_grad_enabled() or not autograd_is_active():
             return ()
@@ -237,33 +258,17 @@ class Dispatch:
 
     def _certain(self) -> list[EntryFastPaths]:
         """The entries that no newer one could come before, newest first, as Thunder tries them."""
-        cache = self._statistics.interpreter_cache[::-1]
-        known = {id(entry) for entry in cache}
+        cache = [self._entries.get(id(each)) or _KnownEntry(each) for each in self._statistics.interpreter_cache[::-1]]
         self._known = len(cache)
-        self._entries = [entry for entry in self._entries if id(entry.compiled.entry) in known]
-        for key in self._checks.keys() - known:
-            del self._checks[key]
-        entries = {id(entry.compiled.entry): entry for entry in self._entries}
+        self._entries = {id(known.entry): known for known in cache}
         found = []
-        for i, entry in enumerate(cache):
-            if id(entry) in entries:
-                if all(self._are_exclusive(newer, entry) for newer in cache[:i]):
-                    found.append(entries[id(entry)])
+        for i, known in enumerate(cache):
+            if known.paths is not None:
+                if all(newer.excludes(known) for newer in cache[:i]):
+                    found.append(known.paths)
                 else:
-                    entries[id(entry)].compiled.forward.no_fast_path = _OVERTAKEN
+                    known.paths.compiled.forward.no_fast_path = _OVERTAKEN
         return found
-
-    def _checks_of(self, entry: CacheEntry) -> PrologueChecks:
-        if id(entry) not in self._checks:
-            self._checks[id(entry)] = entry, PrologueChecks(entry.prologue_traces[-1]), {}
-        return self._checks[id(entry)][1]
-
-    def _are_exclusive(self, newer: CacheEntry, older: CacheEntry) -> bool:
-        checks = self._checks_of(newer)
-        others = self._checks[id(newer)][2]
-        if id(older) not in others:
-            others[id(older)] = checks.excludes(self._checks_of(older))
-        return others[id(older)]
 
     def _build_fast_paths(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Gives the cache entry that Thunder's dispatch has just used fast paths, if it can have any."""
@@ -273,26 +278,26 @@ class Dispatch:
         if used is None:
             return
         drop_self_references(used)
-        if any(used is entry for entry in self._unsupported):
+        known = self._entries.setdefault(id(used), _KnownEntry(used))
+        if known.has_no_paths:
             return
-        entry = next((e for e in self._entries if e.compiled.entry is used), None)
         forward = program_of(used.computation_traces)
         try:
-            if entry is None:
+            if known.paths is None:
                 if forward is None or not forward.regions:
                     return
-                entry = self._added(used, forward)
-            entry.build_fast_paths(args, kwargs)
+                known.paths = self._paths_of(known, forward)
+            known.paths.build_fast_paths(args, kwargs)
         except GuardMismatch:
             pass
         except Exception as error:  # whatever it is, there is Thunder's dispatch
-            self._unsupported.append(used)
+            known.has_no_paths = True
             if forward is not None:
                 forward.no_fast_path = str(error) if isinstance(error, Unsupported) else repr(error)
 
-    def _added(self, used: CacheEntry, forward: Program) -> EntryFastPaths:
-        """A new entry of ours for one of Thunder's; `Unsupported` if it can have no fast paths."""
-        module = self._module()
+    def _paths_of(self, known: _KnownEntry, forward: Program) -> EntryFastPaths:
+        """`Unsupported` if the entry can have no fast paths."""
+        module, used = self._module(), known.entry
         assert module is not None
         if compile_data(module).cache_option is not compat.CACHE_OPTIONS.CONSTANT_VALUES:
             raise Unsupported('it is not compiled with cache="constant values"')
@@ -300,11 +305,9 @@ class Dispatch:
         if used.backward_fn and backward is None:
             raise Unsupported("the backward has no regions")
         compiled = Compiled(used, forward, backward, compile_data(module).compile_options)
-        guard = PrologueGuard(module, self._checks_of(used), forward.inputs.names, self._parameters_cache)
-        entry = EntryFastPaths(compiled, guard, self._statistics)
+        guard = PrologueGuard(module, known.checks, forward.inputs.names, self._parameters_cache)
         forward.pair.fast_paths_dropper = WeakMethod(self.drop_discarded)
-        self._entries.append(entry)
-        return entry
+        return EntryFastPaths(compiled, guard, self._statistics)
 
 
 @torch.compiler.disable

@@ -17,7 +17,7 @@ import torch
 
 from thunder_cg.analysis.ops import Value
 from thunder_cg.compat import thunder as compat
-from thunder_cg.compat.containers import CHECK_CONSTANT, CHECKS_OF_CONTAINERS, essence, expected_constant
+from thunder_cg.compat.containers import CHECKS_OF_CONTAINERS, check_constant, essence, expected_constant
 from thunder_cg.compat.thunder import BoundSymbol, PrimIDs, Proxy, TraceCtx, TraceProvenance, from_trace
 from thunder_cg.compat.torch import TensorGuards, tensor_guards
 from thunder_cg.executor import executor
@@ -233,7 +233,7 @@ def _expectations(symbol: BoundSymbol, names: list[str]) -> Iterator[tuple[str, 
         _, shape, *rest = symbol.args
         yield names[0], "tensor", Metadata(tuple(shape), *rest)
         yield names[0], "type", torch.Tensor
-    elif name == CHECK_CONSTANT:
+    elif name == check_constant.name:
         constant = expected_constant(symbol.args[1])
         yield names[0], "type", type(constant)
         yield names[0], "constant", essence(constant)

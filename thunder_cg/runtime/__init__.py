@@ -19,5 +19,5 @@ A call, step by step:
 Who owns what: Thunder's cache entry owns a `Program`. A forward and its backward own one `Pair`, which owns the
 recordings of both. A `Recording` owns its graphs and keeps its arena alive; a `Call` holds the arena while it runs.
 Note [Who owns a recording's memory] in :mod:`call` says the rest. :mod:`cuda` and :mod:`tape` are the
-backends, which know nothing of all that. :mod:`verifier` is the protocol that :mod:`thunder_cg.verify` implements.
+backends, which know nothing of all that.
 """

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import repeat
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -41,7 +41,9 @@ from thunder_cg.runtime.recording import Recording, RegionGraph, TraceRecording
 from thunder_cg.runtime.region import RuntimeRegion, Stats, subject_of
 from thunder_cg.runtime.selection import Selection
 from thunder_cg.runtime.tensors import Layout
-from thunder_cg.runtime.verifier import Verifier
+
+if TYPE_CHECKING:
+    from thunder_cg.verify import ReplayVerifier
 
 _logger = logging.getLogger(__name__)
 
@@ -101,7 +103,7 @@ class Program:
         regions: Sequence[RuntimeRegion],
         forward: Program | None,
         shared: SharedState,
-        verifier: Verifier,
+        verifier: ReplayVerifier,
         compilation: Compilation,
         same_options: SameOptions | None = None,
     ) -> None:

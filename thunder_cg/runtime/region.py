@@ -145,13 +145,12 @@ class RuntimeRegion:
                     reason = f"{self.name}: what an eager operator made is not laid out as when it was captured"
                     call.run_eagerly(reason, strict=not call.program.pair.retire(call.recording))
         elif self.refuses_leaves and any(is_leaf_with_grad(args[i]) for i in self.written):
-            call.run_eagerly(
-                skip_reasons.WRITTEN_LEAF, strict=False
-            )  # which raises, where a detached leaf would be written
+            # Which raises, where a detached leaf would be written.
+            call.run_eagerly(skip_reasons.WRITTEN_LEAF, strict=False)
         elif call.mode is Mode.CAPTURE:
             if not self.stays_eager:
                 return self._capture(call, args)
-            self._refuse(call, self._before_capture, str(self.failure))
+            self._refuse(call, "before", str(self.failure))
             self._raise_if_strict(call)
         elif call.mode is Mode.WARMUP and not self.stays_eager:
             return self._warm_up(call, args)
@@ -370,7 +369,7 @@ class RuntimeRegion:
         assert recording is not None
         in_pool, before = self._in_pool(call, args), (self.failure, self.failed_attempts, self.stays_eager)
         try:
-            self._agree(call, self._before_capture, args)
+            self._agree(call, "before", args)
             began = time.perf_counter()
             with call.program.stage(call, "capturing", self):
                 results = self._record(call, args)
@@ -381,7 +380,7 @@ class RuntimeRegion:
             call.program.count_raised(is_counted=True)
             raise error.__cause__ from None  # type: ignore[misc]
         except Exception as error:
-            self._refuse(call, self._after_capture, self._fail(call, error))
+            self._refuse(call, "after", self._fail(call, error))
         self._raise_if_strict(call)
         recording.incomplete = True
         try:
@@ -401,23 +400,19 @@ class RuntimeRegion:
                 return self._run_in_arena(call, args)
         return self._run_eagerly(call, args)
 
-    @property
-    def _before_capture(self) -> str:
-        return f"before the capture of {self.index}"
+    def _agree(self, call: Call, when: str, args: Sequence[Any]) -> None:
+        """Raises `RanksDiffer` unless all ranks of the groups that the region communicates in are at this stage.
 
-    @property
-    def _after_capture(self) -> str:
-        return f"after the capture of {self.index}"
-
-    def _agree(self, call: Call, stage: str, args: Sequence[Any]) -> None:
-        """Raises `RanksDiffer` unless all ranks of the groups that the region communicates in are at this stage."""
+        Args:
+            when: "before" the region's capture, or "after" it.
+        """
         if self.communicates and call.round is not None:
-            call.round.ask(stage, subject_of(self.ops, args))
+            call.round.ask(f"{when} the capture of {self.index}", subject_of(self.ops, args))
 
-    def _refuse(self, call: Call, stage: str, problem: str) -> None:
+    def _refuse(self, call: Call, when: str, problem: str) -> None:
         """Tells the other ranks that this one has failed, if the region communicates."""
         if self.communicates and call.round is not None:
-            call.round.refuse(stage, problem, may_pass=not self.stays_eager)
+            call.round.refuse(f"{when} the capture of {self.index}", problem, may_pass=not self.stays_eager)
 
     def _fail(self, call: Call, error: Exception) -> str:
         """Keeps the reason, and whether to try again: what fails in an operator, or is refused, does so again.
@@ -480,7 +475,7 @@ class RuntimeRegion:
         if call.program.backend.runs_captures:
             graph.copy_in(tensors)
         produced = self._capture_graph(call, graph, tensors, buffers, in_pool)
-        self._agree(call, self._after_capture, args)
+        self._agree(call, "after", args)
         graph.guarded, graph.guard = self._late_guard(call, tensors, in_pool, static)
         graph.fixed = [pool.alias(p) if i in graph.outputs.fixed else None for i, p in enumerate(produced)]
         try:

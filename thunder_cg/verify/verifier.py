@@ -26,7 +26,7 @@ _locks: dict[torch.device, threading.RLock] = {}  # for trials that draw: see No
 
 
 class ReplayVerifier:
-    """See :class:`thunder_cg.runtime.verifier.Verifier`."""
+    """Compares replays with eager runs, for one program."""
 
     hash_values = staticmethod(hash_values)
 
@@ -36,13 +36,21 @@ class ReplayVerifier:
     def record(
         self, region: RuntimeRegion, pool: Pool, args: Sequence[Any], place: MakeBuffers, in_pool: Set[int]
     ) -> Check:
+        """While the region is recorded: what a comparison needs later, to be kept as the graph's ``check``.
+
+        Args:
+            in_pool: the positions of the arguments in the arena, which a replay may overwrite.
+        """
         try:
             return Check(in_pool, HashGraph.record(region, self._backend, pool, args, place))
         except Exception:  # the capture of the region will say why
             return Check(in_pool, None)
 
     def replay(self, region: RuntimeRegion, graph: RegionGraph, args: Sequence[Any]) -> Outcome:
-        """Replays ``graph`` for ``args`` and compares. See Note [What is compared]."""
+        """Replays ``graph`` for ``args`` and compares. See Note [What is compared].
+
+        Results, written inputs and generators are as one eager run leaves them.
+        """
         may_draw = any(op.index in self._aliasing.effects for op in region.ops)
         with _locks.setdefault(region.device, threading.RLock()) if may_draw else nullcontext():
             try:
