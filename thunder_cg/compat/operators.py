@@ -152,9 +152,8 @@ _AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | tor
 )
 
 
-def below_autograd() -> AbstractContextManager[None]:
-    """Inside, operators make no history, whatever the grad mode is."""
-    return torch._C._AutoDispatchBelowAutograd()
+# A context: inside, operators make no history, whatever the grad mode is.
+below_autograd: Callable[[], AbstractContextManager[None]] = torch._C._AutoDispatchBelowAutograd
 
 
 def below_autocast() -> AbstractContextManager[None]:

@@ -104,9 +104,8 @@ def empty_strided(device_type: str) -> Callable[..., torch.Tensor]:
     return getattr(_guards, f"_empty_strided_{device_type}")
 
 
-def copy_all_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copies each source to its target in as few kernels as PyTorch can."""
-    torch._foreach_copy_(list(targets), list(sources))
+# ``copy_all_(targets, sources)``, two lists or tuples: copies each source to its target in as few kernels as it can.
+copy_all_: Any = torch._foreach_copy_
 
 
 def deterministic_fill() -> bool:
@@ -234,11 +233,6 @@ def variables_of(environ: Any) -> dict[Any, Any]:
 def module_dictionaries(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
     """The dictionaries with a module's attributes, parameters, buffers and children."""
     return vars(module), module._parameters, module._buffers, module._modules
-
-
-def attribute_dictionaries(module: torch.nn.Module) -> tuple[Mapping[str, Any], ...]:
-    """The dictionaries in which a module has attributes, parameters and buffers."""
-    return vars(module), module._parameters, module._buffers
 
 
 @cache

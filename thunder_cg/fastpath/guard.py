@@ -19,7 +19,7 @@ from thunder_cg.compat.compiled import (
 )
 from thunder_cg.compat.containers import CONSTANTS, check_group, check_length
 from thunder_cg.compat.thunder import BoundSymbol, PrimIDs, ThunderModule, from_trace, prims, tracectx, tree_flatten
-from thunder_cg.compat.torch import attribute_dictionaries, without_torch_functions
+from thunder_cg.compat.torch import module_dictionaries, without_torch_functions
 from thunder_cg.executor import executor
 from thunder_cg.fastpath.prologue import Lookup, Metadata, PrologueChecks, unused_name
 from thunder_cg.fastpath.state import MISS, AttributeGuard, GlobalStateGuard, ParameterCache, Unsupported, getter
@@ -142,10 +142,6 @@ class PrologueGuard:
             raise Unsupported(f"Thunder takes the values {missing} from places that are not known here")
         return getter([self.place[name] for name in names])
 
-    def makes_exactly(self, names: Sequence[str]) -> bool:
-        """Whether these are all the values, in their order."""
-        return list(names) == list(self.place)
-
 
 def _nothing_is_shared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether no two tensors among the arguments share memory."""
@@ -242,7 +238,7 @@ class _ModuleChecks:
         if hasattr(kind, key) or kind.__getattribute__ is not object.__getattribute__:
             return MISS
         self._watch(module)
-        for dictionary in attribute_dictionaries(module):
+        for dictionary in module_dictionaries(module)[:3]:  # no children
             if dictionary is not vars(module):
                 self._watch(dictionary)
             if key in dictionary:

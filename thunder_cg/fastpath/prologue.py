@@ -159,7 +159,9 @@ class PrologueChecks:
         entry may hold, too, where a newer one does, unless both check one value and expect different things of it.
         """
         shared = self.expected.keys() & other.expected.keys()
-        return any(_differ(self.expected[key], other.expected[key]) for key in shared)
+        pairs = ((self.expected[key], other.expected[key]) for key in shared)
+        # A value that is not equal to itself proves nothing.
+        return any(bool(mine != theirs and mine == mine and theirs == theirs) for mine, theirs in pairs)
 
 
 def _is_of_cache_info(path: Any) -> bool:
@@ -242,11 +244,6 @@ def _expectations(symbol: BoundSymbol, names: list[str]) -> Iterator[tuple[str, 
         yield names[0], "number", symbol.args[1]
     elif name in _VALUE_CHECKS:
         yield names[0], name, symbol.args[1]
-
-
-def _differ(one: Any, other: Any) -> bool:
-    """Whether no value is equal to both. A value that is not equal to itself proves nothing."""
-    return bool(one != other and one == one and other == other)
 
 
 class ParameterCheck:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import repeat
@@ -248,7 +249,7 @@ class Program:
         if not lacking:
             return False
         for region in lacking:
-            region.try_again()
+            region.failed_attempts, region.stays_eager = 0, False
         for recording in [*self.pair.recordings]:
             self.pair.discard(recording, "what other ranks did not capture may be captured now")
         return True
@@ -567,19 +568,17 @@ class Program:
         said = reason if not fix or reason.endswith(fix) else f"{reason}; {fix}"
         _logger.log(logging.WARNING if warns else logging.INFO, "%s, call %d: eager: %s", self.label, self.calls, said)
 
-    def stage(self, call: Call, doing: str, region: RuntimeRegion) -> Stage:
-        """Shows on a terminal which region of how many a call warms up or captures, and the memory."""
-        said = f"{doing} {self.label}: region {region.index + 1} of {len(self.regions)}"
-        if is_shown(call.began):
-            said += f", {self._pools_mebibytes():,.0f} MiB"
-        return Stage(lambda: said, call.began)
-
-    def log_progress(self, call: Call, done: str, region: RuntimeRegion) -> None:
-        """Says which region of how many a call has warmed up or captured, how long that took, and the memory."""
+    @contextmanager
+    def progress(self, call: Call, doing: str, done: str, region: RuntimeRegion) -> Iterator[None]:
+        """Shows on a terminal which region of how many a call warms up or captures, and the memory; logs its end."""
+        which = f"region {region.index + 1} of {len(self.regions)}"
+        held = f", {self._pools_mebibytes():,.0f} MiB" if is_shown(call.began) else ""
+        with Stage(lambda: f"{doing} {self.label}: {which}{held}", call.began):
+            yield
         if _logger.isEnabledFor(logging.INFO):
-            said = f"{done} region {region.index + 1} of {len(self.regions)}, {time.perf_counter() - call.began:.1f} s"
-            held = self._pools_mebibytes()
-            _logger.info("%s, call %d: %s so far, memory pools hold %.1f MiB", self.label, self.calls, said, held)
+            said = f"{done} {which}, {time.perf_counter() - call.began:.1f} s"
+            text = "%s, call %d: %s so far, memory pools hold %.1f MiB"
+            _logger.info(text, self.label, self.calls, said, self._pools_mebibytes())
 
     def _pools_mebibytes(self) -> float:
         return sum(each.nbytes() for each in self.pair.arenas()) / 2**20

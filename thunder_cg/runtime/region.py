@@ -189,10 +189,6 @@ class RuntimeRegion:
         if call.program.options.strict and not self.is_deselected:
             raise CaptureError(f"{call.program.label}, {self.name}", str(self.failure), self._strict_fix)
 
-    def try_again(self) -> None:
-        """Has later calls warm it up and capture it again."""
-        self.failed_attempts, self.stays_eager = 0, False
-
     def leave_eager(self, as_graph: float, eagerly: float, *, is_whole: bool) -> None:
         """Has later calls run the ops, because that takes less time.
 
@@ -240,10 +236,8 @@ class RuntimeRegion:
 
     def _warm_up(self, call: Call, args: Sequence[Any]) -> Sequence[Any]:
         try:
-            with call.program.stage(call, "warming up", self):
-                results = self._run_in_arena(call, args)
-            call.program.log_progress(call, "warmed up", self)
-            return results
+            with call.program.progress(call, "warming up", "warmed up", self):
+                return self._run_in_arena(call, args)
         except _NotRun as failed:
             self._fail(call, *failed.args)
         self._raise_if_strict(call)
@@ -370,11 +364,10 @@ class RuntimeRegion:
         in_pool, before = self._in_pool(call, args), (self.failure, self.failed_attempts, self.stays_eager)
         try:
             self._agree(call, "before", args)
-            began = time.perf_counter()
-            with call.program.stage(call, "capturing", self):
+            with call.program.progress(call, "capturing", "captured", self):
+                began = time.perf_counter()
                 results = self._record(call, args)
-            self.stats.capture_seconds += time.perf_counter() - began
-            call.program.log_progress(call, "captured", self)
+                self.stats.capture_seconds += time.perf_counter() - began
             return results
         except _Executed as error:
             call.program.count_raised(is_counted=True)
@@ -524,7 +517,10 @@ class RuntimeRegion:
             return pool.owned(tensors) - saved if lends else set()
 
         def sources(results: Sequence[Any]) -> list[torch.Tensor]:
-            self._check_results(results)
+            for output, result in zip(self.io.outputs, results):
+                if is_sparse(result):
+                    problem = f"{self.describe(output.name)} has the layout {result.layout}, which no replay can fill"
+                    raise CaptureRefused(problem)
             produced.extend(results)
             graph.outputs = Outputs(produced, aliased, self._are_copied_out, self.device, pool.alias, may_lend)
             return graph.sources()
@@ -586,12 +582,6 @@ class RuntimeRegion:
                 raise ValueError(f"{self.describe(name)} is written in place and overlaps itself")
         if self.written and not OverlapGuard.of(args, set(static), self.written).admits(args):
             raise ValueError("an input that is written in place shares memory with another")
-
-    def _check_results(self, results: Sequence[Any]) -> None:
-        for output, result in zip(self.io.outputs, results):
-            if is_sparse(result):
-                problem = f"{self.describe(output.name)} has the layout {result.layout}, which no replay can fill"
-                raise CaptureRefused(problem)
 
 
 def subject_of(ops: Sequence[Op], args: Sequence[Any]) -> str:
