@@ -434,11 +434,7 @@ def _patterns(op: Op) -> Iterator[Pattern]:
 def _walk(op: Op) -> Iterator[Op]:
     """The op and, for a fusion, everything inside of it. The inside of another op only documents the op."""
     yield op
-    inside = [*reversed(op.subs)] if op.is_fusion else []
-    while inside:
-        sub = inside.pop()
-        yield sub
-        inside.extend(reversed(sub.subs))
+    yield from _with_parts(op.subs) if op.is_fusion else ()
 
 
 def _devices(op: Op, values: Mapping[str, Value]) -> dict[str, str]:

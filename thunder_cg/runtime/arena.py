@@ -244,6 +244,7 @@ class Arenas:
 
     def __init__(self, backend: Backend, limit: int, poison: bool, budget: int | float | None = None) -> None:
         self._backend, self._limit, self._poison, self._budget = backend, limit, poison, budget
+        self.have_budget = budget is not None
         self._lock = threading.Lock()
         self._budget_lock = threading.RLock()  # what is discarded may run destructors of anybody
         self._arenas: list[weakref.ref[Arena]] = []

@@ -128,16 +128,14 @@ class Program:
         self._is_quarantined = False
         self._begins_calls = forward is None  # other programs continue the calls of their forward
         self.pair: Pair = Pair(self.label, self.options, shared.arenas) if forward is None else forward.pair
-        in_pool = (
-            {name for region in forward.regions for name in region.names_in_pool} if forward is not None else set()
-        )
+        in_pool = {name for each in (forward.regions if forward is not None else ()) for name in each.names_in_pool}
         self.inputs = ProgramInputs(self.ops, self.aliasing, self.regions, in_pool)
         self._warm = WarmLayouts()
         self._eager_layout: Any = None  # of the first call, if that ran eagerly
         ios = [region.io for region in self.regions]
         before: MemoryEstimate | None = forward.memory if forward is not None else None
         self.memory: MemoryEstimate = MemoryEstimate.of(trace, ios, before)
-        is_limited, needed = self.options.memory_budget is not None, self.memory.arena
+        needed = self.memory.arena
         if forward is not None:
             gradients = 0  # that are copied out of a scratch arena only
             if self.pair.lends:
@@ -145,7 +143,7 @@ class Program:
                 gradients = parameter_gradients(forward.ops, self.ops)
             first = forward.memory.arena
             self.pair.call_memory = CallMemory(first, max(first, needed), self.memory.apart, gradients)
-        self.budget = ProgramBudget(shared.arenas, self.pair, self.regions, is_limited=is_limited, needed=needed)
+        self.budget = ProgramBudget(shared.arenas, self.pair, self.regions, needed)
         self._place_regions(in_pool)
         self.collectives = self._find_collectives()
         self._join_selection()
