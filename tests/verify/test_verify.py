@@ -556,7 +556,7 @@ def test_gradients_still_go_in_bulk(twins, device):
     _, graphed = twins(mlp(1), verify=2)
     outcomes(graphed, [torch.randn(4, 16, device=device) for _ in range(200)], backward=True)
     (entry,) = graphed._forward_fn._with_paths()
-    ((_, path),) = entry._training
+    ((_, path),) = entry._recorded
     x = torch.randn(4, 16, device=device)
     graphed(x)
     kept = path._keeper._kept

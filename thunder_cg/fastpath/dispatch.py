@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
@@ -85,19 +85,18 @@ class EntryFastPaths:
         self.compiled = compiled
         self._guard = guard
         self._statistics = statistics
-        self._inference: list[tuple[Recording, FastPath]] = []
-        self._training: list[tuple[Recording, TrainingFastPath]] = []
+        self._recorded: list[tuple[Recording, FastPath]] = []  # newest first
         self._traced: list[TracedFastPath] = []
         self.is_one_region = True
 
     def calls(self) -> list[FastPath]:
         """What to call, in this order, until one does not miss."""
-        found = [call for _, call in self._inference]
-        if self._training or self._traced:
-            found.append(self._try_in_turn([*(path for _, path in self._training), *self._traced]))
-        return found
+        recorded = [path for _, path in self._recorded]
+        if self.compiled.backward is not None:
+            return [self._try_in_turn([*recorded, *self._traced])]
+        return [*recorded, self._try_in_turn(self._traced)] if self._traced else recorded
 
-    def _try_in_turn(self, paths: list[TrainingFastPath | TracedFastPath]) -> FastPath:
+    def _try_in_turn(self, paths: Sequence[FastPath]) -> FastPath:
         """Tries the fast paths that start from the values which the prologue's guard looks up."""
         guard, program, entry, statistics = self._guard, self.compiled.forward, self.compiled.entry, self._statistics
 
@@ -124,20 +123,20 @@ class EntryFastPaths:
 
     def drop_discarded(self) -> None:
         """Drops the fast paths to recordings that were dropped."""
-        self._inference = [known for known in self._inference if not known[0].dropped]
-        self._training = [known for known in self._training if not known[0].dropped]
+        self._recorded = [known for known in self._recorded if not known[0].dropped]
 
     def drop_caches(self) -> None:
         """No fast path was for a call: drops what is only kept to be fast."""
-        for _, path in self._training:
-            path.drop_caches()
+        for _, path in self._recorded:
+            if isinstance(path, TrainingFastPath):
+                path.drop_caches()
 
     def build_fast_paths(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Makes fast paths for what has been recorded, after a call that took Thunder's dispatch."""
         pair = self.compiled.forward.pair
         recordings = pair.recordings if pair.selection is None else []  # what is timed is Thunder's dispatch
         self.drop_discarded()
-        known_ids = {id(recording) for recording, _ in (*self._inference, *self._training)}
+        known_ids = {id(recording) for recording, _ in self._recorded}
         new = [recording for recording in recordings if id(recording) not in known_ids]
         values = self._guard.values(args, kwargs)  # the first time takes long, so not only once there is a recording
         if not recordings or values is None:
@@ -146,11 +145,12 @@ class EntryFastPaths:
         try:
             for recording in new if self.is_one_region else ():
                 with suppress(GuardMismatch):
+                    path: FastPath
                     if compiled.backward is not None:
-                        self._training.insert(0, (recording, TrainingFastPath(compiled, guard, recording, values)))
-                        continue
-                    call = inference_fast_path(compiled, guard, recording, values, self._statistics)
-                    self._inference.insert(0, (recording, call))
+                        path = TrainingFastPath(compiled, guard, recording, values)
+                    else:
+                        path = inference_fast_path(compiled, guard, recording, values, self._statistics)
+                    self._recorded.insert(0, (recording, path))
         except Unsupported as error:
             self.is_one_region = False
             compiled.forward.no_fast_path = str(error)

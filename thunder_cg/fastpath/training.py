@@ -202,7 +202,7 @@ class BackwardReplay:
         assert compiled.backward is not None
         self._compiled = compiled
         self._entry = compiled.entry
-        self._program = program = compiled.backward
+        program = compiled.backward
         self._recording = recording
         self._passed = passed
         self._may_replay = program.may_replay_backward
