@@ -321,10 +321,12 @@ class CudagraphTransform(compat.Transform):
             return None
         data, options = compat.get_compile_data(), self.options
         executors = (each for each in data.executors_list if not isinstance(each, compat.TemporaryExecutor))
-        counted = {name: ", ".join(sorted(map(shown, getattr(options, name)))) for name in ("allow", "deny")}
-        counted = {name: f"[{names}]" for name, names in counted.items()}
-        counted |= {"executors": str([each.name for each in executors])}
-        counted |= {"capture_collectives": repr(options.capture_collectives)}
+        counted = {
+            "allow": f"[{', '.join(sorted(map(shown, options.allow)))}]",
+            "deny": f"[{', '.join(sorted(map(shown, options.deny)))}]",
+            "executors": str([each.name for each in executors]),
+            "capture_collectives": repr(options.capture_collectives),
+        }
         return SameOptions(groups, data, counted, waits=options.capture_collectives != "never")
 
     def _region(

@@ -9,6 +9,8 @@ This is for `thunderfx`: with ``thunder.jit`` the numbers are those of uncapture
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
+from operator import or_
 from typing import Any
 
 from thunder_cg.analysis.aliasing import Aliasing
@@ -90,10 +92,7 @@ def _pass_on(op: Op, ops: Ops, comes: dict[str, int]) -> None:
 
 
 def _all_of(names: Sequence[str], comes: Mapping[str, int]) -> int:
-    found = 0
-    for name in names:
-        found |= comes.get(name, 0)
-    return found
+    return reduce(or_, (comes.get(name, 0) for name in names), 0)
 
 
 def needed_for(names: Iterable[str], ops: Ops, aliasing: Aliasing) -> list[Op]:

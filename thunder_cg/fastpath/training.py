@@ -50,7 +50,7 @@ class TrainingFastPath:
         self._program = program
         self._recording = recording
         self._arena = recording.arena
-        self._skip_reason = program.fast_path_skip_reason
+        self._may_take_fast_path = program.may_take_fast_path
         self._pick = guard.picker(region.inputs)
         region.adapt_guard(list(self._pick(values)))
         self._others = MetadataGuard(guard, [n for n in guard.metadata if n not in region.inputs], values)
@@ -85,7 +85,7 @@ class TrainingFastPath:
         tensors = list(self._pick(values))
         if (
             self._recording.dropped
-            or self._skip_reason() is not None
+            or not self._may_take_fast_path()
             or functorch_is_active()
             or not autograd_is_active()
             or not region.guard.holds(tensors)

@@ -434,18 +434,16 @@ class Program:
         """Why no call on this thread can replay a graph now."""
         return skip_reasons.skip_reason(self.backend, saves=bool(self._saved))
 
-    def fast_path_skip_reason(self) -> str | None:
-        """Why the next call on this thread must not take the fast path."""
-        if self.collectives is not None and self.collectives.meets():
-            return "ranks meet"
-        return "it is verified" if self.calls >= self.verify_after else self.skip_reason()
+    def may_take_fast_path(self) -> bool:
+        """Whether the next call on this thread may: it is not verified, and no ranks meet."""
+        meets = self.collectives is not None and self.collectives.meets()
+        return not (meets or self.calls >= self.verify_after or self.skip_reason() is not None)
 
     def may_replay_backward(self) -> bool:
         """Whether the backward under way may replay a graph: none is verified, and nothing keeps what is saved."""
-        if self.collectives is not None and self.collectives.meets():
-            return False
+        meets = self.collectives is not None and self.collectives.meets()
         verifies = self._is_quarantined or self.calls >= self.verify_after
-        return not (verifies or backward_keeps_graph() or skip_reasons.is_watched())
+        return not (meets or verifies or backward_keeps_graph() or skip_reasons.is_watched())
 
     @cached_property
     def is_one_region(self) -> bool:

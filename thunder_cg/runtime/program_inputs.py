@@ -75,7 +75,7 @@ class ProgramInputs:
                 return f"{self._describe(name)} is a {tensor.layout} tensor without memory of its own"
         if self.written:
             static = {i for i, is_static in enumerate(self._static) if is_static}
-            if not OverlapGuard.of(tensors, static, self.written).admits(tensors):
+            if not OverlapGuard(tensors, static, self.written).admits(tensors):
                 names = ", ".join(self._describe(self.names[i]) for i in sorted(self.written)[:3])
                 return f"{names}, written in place, shares memory with another; pass separate tensors"
             if self.refuses_leaves and any(is_leaf_with_grad(tensors[i]) for i in self.written):

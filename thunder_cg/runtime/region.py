@@ -580,7 +580,7 @@ class RuntimeRegion:
                 raise CaptureRefused(f"{self.describe(name)} is on {arg.device}, and the graph on {self.device}")
             if i in self.written and i not in static and overlaps_itself(arg):
                 raise ValueError(f"{self.describe(name)} is written in place and overlaps itself")
-        if self.written and not OverlapGuard.of(args, set(static), self.written).admits(args):
+        if self.written and not OverlapGuard(args, static, self.written).admits(args):
             raise ValueError("an input that is written in place shares memory with another")
 
 
