@@ -122,7 +122,8 @@ class Arena:
         moved = [each for each in self._lent if not each.is_in_place()]
         self._lent.clear()
         for each in moved:
-            each.note_move()
+            if (stop_lending := each.stop_lending()) is not None:
+                stop_lending()
         self._has_moved |= bool(moved)
         return bool(moved)
 
