@@ -125,9 +125,7 @@ class Program(Counts):
         self.pair: Pair = Pair(self.label, self.options, shared.arenas) if forward is None else forward.pair
         in_pool = {name for each in (forward.regions if forward is not None else ()) for name in each.names_in_pool}
         self.inputs = ProgramInputs(self.ops, self.aliasing, self.regions, in_pool)
-        self._warm: dict[
-            Any, bool
-        ] = {}  # keys that were warmed up, in order, and whether each was captured since
+        self._warm: dict[Any, bool] = {}  # keys that were warmed up, in order, and whether each was captured since
         self._eager_layout: Any = None  # of the first call, if that ran eagerly
         ios = [region.io for region in self.regions]
         before: MemoryEstimate | None = forward.memory if forward is not None else None
