@@ -155,23 +155,6 @@ _states: _States = weakref.WeakKeyDictionary()
 _common: _States = weakref.WeakKeyDictionary()  # of a default group: see Note [Several groups]
 
 
-_agreed_for = [0.0]  # seconds
-
-
-def seconds_of_agreement() -> float:
-    """How long this process has been asking other ranks, until now, with the time that it was there before them."""
-    return _agreed_for[0]
-
-
-@contextmanager
-def _timed() -> Iterator[None]:
-    begin = time.perf_counter()
-    try:
-        yield
-    finally:
-        _agreed_for[0] += time.perf_counter() - begin
-
-
 def _close_holders(group: ProcessGroup, *, may_wait: bool) -> None:
     state = _states.get(group)
     if state is None:
@@ -219,7 +202,6 @@ class Round:
         if self._has_declined:
             self._put("", _NOTHING, [group for group in self._numbers if group not in groups])
 
-    @_timed()
     def ask(self, stage: str, subject: str | Mapping[ProcessGroup, str], *, could_replay: bool = False) -> bool:
         """Votes for ``subject`` at ``stage``, and waits. Returns whether all ranks could replay instead.
 
@@ -495,7 +477,6 @@ class SameOptions:
             if self._checked[group]:
                 raise OptionsDiffer(label, self._checked[group])
 
-    @_timed()
     def _compare(self, group: ProcessGroup, label: str) -> str:
         """Tells the other ranks the options; in which rank's they differ, and how, "" if in none."""
         state, store, said = _states[group], distributed.store(group), json.dumps(self._options)
