@@ -85,11 +85,12 @@ class Call:
 
     def run_eagerly(self, reason: str, *, strict: bool = True) -> Call:
         """Regions run their ops from here on, because of ``reason``, which is counted; an error if ``strict=True``."""
+        self.switch_to(Mode.EAGER)
         self.program.eager_calls += 1
         self.program.count_fallback(reason, skip_reasons.fix_of(reason))
         if strict:
             self.program.raise_if_strict(reason)
-        return self.switch_to(Mode.EAGER)
+        return self
 
     def give_up(self) -> None:
         """Drops what the call recorded, with the memory of what failed. Callers own what it has lent."""
