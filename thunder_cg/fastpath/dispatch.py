@@ -79,22 +79,40 @@ class TracedFastPath:
 
 
 class EntryFastPaths:
-    """One cache entry of Thunder's, and the fast paths that it has."""
+    """One cache entry of Thunder's, and the fast paths that it has: none before it was prepared."""
 
-    def __init__(self, compiled: Compiled, guard: PrologueGuard, statistics: Any) -> None:
-        self.compiled = compiled
-        self._guard = guard
+    compiled: Compiled
+    _guard: PrologueGuard
+
+    def __init__(self, entry: CacheEntry, statistics: Any) -> None:
+        self.entry = entry
+        self.is_prepared = self.is_unsupported = False
         self._statistics = statistics
         self._recorded: list[tuple[Recording, FastPath]] = []  # newest first
         self._traced: list[TracedFastPath] = []
         self.is_one_region = True
+        self._excludes: dict[int, bool] = {}  # by the identity of an older entry
+
+    @cached_property
+    def checks(self) -> PrologueChecks:
+        return PrologueChecks(self.entry.prologue_traces[-1])
+
+    def excludes(self, older: EntryFastPaths) -> bool:
+        """Whether no call is for both."""
+        if id(older.entry) not in self._excludes:
+            self._excludes[id(older.entry)] = self.checks.excludes(older.checks)
+        return self._excludes[id(older.entry)]
+
+    def prepare(self, compiled: Compiled, guard: PrologueGuard) -> None:
+        """Once a call was for it."""
+        self.compiled, self._guard, self.is_prepared = compiled, guard, True
 
     def calls(self) -> list[FastPath]:
         """What to call, in this order, until one does not miss."""
         recorded = [path for _, path in self._recorded]
-        if self.compiled.backward is not None:
-            return [self._try_in_turn([*recorded, *self._traced])]
-        return [*recorded, self._try_in_turn(self._traced)] if self._traced else recorded
+        trains = self.compiled.backward is not None
+        in_turn = [*(recorded if trains else ()), *self._traced]
+        return [*(() if trains else recorded), *([self._try_in_turn(in_turn)] if in_turn else ())]
 
     def _try_in_turn(self, paths: Sequence[FastPath]) -> FastPath:
         """Tries the fast paths that start from the values which the prologue's guard looks up."""
@@ -158,26 +176,6 @@ class EntryFastPaths:
             self._traced = [TracedFastPath(compiled, guard, values), *self._traced][:_MAX_TRACED]
 
 
-class _KnownEntry:
-    """One cache entry of Thunder's, as the dispatch knows it."""
-
-    def __init__(self, entry: CacheEntry) -> None:
-        self.entry = entry
-        self.paths: EntryFastPaths | None = None  # once it has had a call
-        self.has_no_paths = False  # and never will
-        self._excludes: dict[int, bool] = {}  # by the identity of an older entry
-
-    @cached_property
-    def checks(self) -> PrologueChecks:
-        return PrologueChecks(self.entry.prologue_traces[-1])
-
-    def excludes(self, older: _KnownEntry) -> bool:
-        """Whether no call is for both."""
-        if id(older.entry) not in self._excludes:
-            self._excludes[id(older.entry)] = self.checks.excludes(older.checks)
-        return self._excludes[id(older.entry)]
-
-
 class Dispatch:
     """Stands in for a compiled module's forward: tries the fast paths, then Thunder's dispatch.
 
@@ -188,7 +186,7 @@ class Dispatch:
         self._module = ref(module)
         self._thunders = dispatch_of(module)
         self._parameters_cache = ParameterCache(module)
-        self._entries: dict[int, _KnownEntry] = {}  # by the identity of Thunder's
+        self._entries: dict[int, EntryFastPaths] = {}  # by the identity of Thunder's
         self._calls: list[FastPath] = []  # of all entries
         self._statistics = compile_stats(module)
         self.parts: ModelParts | None = None  # of the model, when Thunder first compiled it
@@ -215,7 +213,7 @@ class Dispatch:
         """A call that takes Thunder's dispatch, which may compile."""
         if (module := self._module()) is not None:
             refuse_fully_sharded(module)
-        for entry in self._with_paths():
+        for entry in self._entries.values():
             entry.drop_caches()
         nodes = nodes_of(self._leaves())  # held until Thunder's own nodes hold them: see Note [Nodes without hooks]
         failures = self._failures()
@@ -234,11 +232,8 @@ class Dispatch:
     def drop_discarded(self) -> None:
         """Drops the fast paths to recordings that were dropped. The next call takes Thunder's dispatch."""
         self._calls = []
-        for entry in self._with_paths():
+        for entry in [*self._entries.values()]:  # on any thread
             entry.drop_discarded()
-
-    def _with_paths(self) -> list[EntryFastPaths]:
-        return [each.paths for each in self._entries.values() if each.paths is not None]
 
     def _failures(self) -> int:
         """How often Thunder has raised while it compiled, as it keeps what it has compiled."""
@@ -248,7 +243,7 @@ class Dispatch:
         """The parameters that Thunder's call may get a gradient for, if calls may get autograd nodes of ours."""
         module = self._module()
         is_watched = dispatch_mode_count() or function_mode_count() or functorch_is_active() or is_traced()
-        entries = self._with_paths()
+        entries = [each for each in self._entries.values() if each.is_prepared]
         may_train = not entries or any(e.is_one_region and e.compiled.backward is not None for e in entries)
         if module is None or not may_train or is_watched or not torch.is_grad_enabled() or not autograd_is_active():
             return ()
@@ -258,17 +253,20 @@ class Dispatch:
 
     def _certain(self) -> list[EntryFastPaths]:
         """The entries that no newer one could come before, newest first, as Thunder tries them."""
-        cache = [self._entries.get(id(each)) or _KnownEntry(each) for each in self._statistics.interpreter_cache[::-1]]
-        self._known = len(cache)
-        self._entries = {id(known.entry): known for known in cache}
+        entries = [*map(self._entry_of, reversed(self._statistics.interpreter_cache))]
+        self._known = len(entries)
+        self._entries = {id(each.entry): each for each in entries}
         found = []
-        for i, known in enumerate(cache):
-            if known.paths is not None:
-                if all(newer.excludes(known) for newer in cache[:i]):
-                    found.append(known.paths)
+        for i, entry in enumerate(entries):
+            if entry.is_prepared:
+                if all(newer.excludes(entry) for newer in entries[:i]):
+                    found.append(entry)
                 else:
-                    known.paths.compiled.forward.no_fast_path = _OVERTAKEN
+                    entry.compiled.forward.no_fast_path = _OVERTAKEN
         return found
+
+    def _entry_of(self, thunders: CacheEntry) -> EntryFastPaths:
+        return self._entries.setdefault(id(thunders), EntryFastPaths(thunders, self._statistics))
 
     def _build_fast_paths(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Gives the cache entry that Thunder's dispatch has just used fast paths, if it can have any."""
@@ -278,26 +276,26 @@ class Dispatch:
         if used is None:
             return
         drop_self_references(used)
-        known = self._entries.setdefault(id(used), _KnownEntry(used))
-        if known.has_no_paths:
+        entry = self._entry_of(used)
+        if entry.is_unsupported:
             return
         forward = program_of(used.computation_traces)
         try:
-            if known.paths is None:
+            if not entry.is_prepared:
                 if forward is None or not forward.regions:
                     return
-                known.paths = self._paths_of(known, forward)
-            known.paths.build_fast_paths(args, kwargs)
+                self._prepare(entry, forward)
+            entry.build_fast_paths(args, kwargs)
         except GuardMismatch:
             pass
         except Exception as error:  # whatever it is, there is Thunder's dispatch
-            known.has_no_paths = True
+            entry.is_unsupported = True
             if forward is not None:
                 forward.no_fast_path = str(error) if isinstance(error, Unsupported) else repr(error)
 
-    def _paths_of(self, known: _KnownEntry, forward: Program) -> EntryFastPaths:
+    def _prepare(self, entry: EntryFastPaths, forward: Program) -> None:
         """`Unsupported` if the entry can have no fast paths."""
-        module, used = self._module(), known.entry
+        module, used = self._module(), entry.entry
         assert module is not None
         if compile_data(module).cache_option is not compat.CACHE_OPTIONS.CONSTANT_VALUES:
             raise Unsupported('it is not compiled with cache="constant values"')
@@ -305,9 +303,9 @@ class Dispatch:
         if used.backward_fn and backward is None:
             raise Unsupported("the backward has no regions")
         compiled = Compiled(used, forward, backward, compile_data(module).compile_options)
-        guard = PrologueGuard(module, known.checks, forward.inputs.names, self._parameters_cache)
+        guard = PrologueGuard(module, entry.checks, forward.inputs.names, self._parameters_cache)
         forward.pair.fast_paths_dropper = WeakMethod(self.drop_discarded)
-        return EntryFastPaths(compiled, guard, self._statistics)
+        entry.prepare(compiled, guard)
 
 
 @torch.compiler.disable
