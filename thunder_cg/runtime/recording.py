@@ -35,12 +35,11 @@ class RegionGraph:
     fixed: list[Any]  # per result: the address that it stays at, or None
     guard: Guard | None  # for the arguments that did not exist when the call began
     guarded: tuple[int, ...]
-    scalars: slice  # of the arguments: those after the tensors, see Note [Kernel scalars]
+    scalars = slice(0, 0)  # of the arguments: those after the tensors, see Note [Kernel scalars]
     check: Any  # what a verifier has recorded of it, or None
-    lent: Lent | None  # results that callers get in the arena's memory
-
+    lent: Lent | None = None  # results that callers get in the arena's memory
     # Arguments whose version advances: not all that may be written are, and not all operators say so.
-    touched: frozenset[int]
+    touched: frozenset[int] = frozenset()
 
     def __init__(self, copied: Sequence[CopiedInput], written: Set[int], label: str, operators: str) -> None:
         self.label, self._operators = label, operators
@@ -48,9 +47,6 @@ class RegionGraph:
         back = [each for each in copied if each.arg in written]
         self._copied_back = tuple(each for each in back if is_whole(each.buffer))  # by the graph
         self._copied_after = tuple(each for each in back if not is_whole(each.buffer))  # by operators
-        self.touched = frozenset()
-        self.lent = None
-        self.scalars = slice(0, 0)
         self.targets = [each.target for each in copied]
         self.nbytes_in = sum(t.numel() * t.element_size() for t in self.targets)
         self.buffer_nbytes = sum(each.buffer.untyped_storage().nbytes() for each in copied)  # of the pool
