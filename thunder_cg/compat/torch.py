@@ -274,8 +274,10 @@ any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active  # such as vmap or grad
 # The innermost saved-tensor hooks of this thread; None if there are none.
 saved_tensors_hooks: Callable[[], Any] = partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
-_excludes_key: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
-_AUTOGRAD_KEY = torch._C.DispatchKey.AutogradFunctionality
+# Whether operators do not reach autograd, as below ``torch._C._AutoDispatchBelowAutograd()``.
+is_below_autograd: Callable[[], bool] = partial(
+    torch._C._dispatch_tls_is_dispatch_key_excluded, torch._C.DispatchKey.AutogradFunctionality
+)
 _fp32_precision: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
 
 
@@ -286,11 +288,6 @@ def only_device_modes() -> bool:
 
 forward_ad_level: Callable[[], int] = partial(attrgetter("_current_level"), forward_ad)
 """The level of forward-mode AD on this thread; -1 if it is not active. (A Python function would cost more to call.)"""
-
-
-def autograd_is_active() -> bool:
-    """Whether operators reach autograd: not so below ``torch._C._AutoDispatchBelowAutograd()``."""
-    return not _excludes_key(_AUTOGRAD_KEY)
 
 
 def default_device_is_set() -> bool:

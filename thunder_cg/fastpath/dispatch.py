@@ -24,10 +24,10 @@ from thunder_cg.compat.compiled import (
 )
 from thunder_cg.compat.thunder import CacheEntry, ThunderModule, current_trace
 from thunder_cg.compat.torch import (
-    autograd_is_active,
     dispatch_mode_count,
     function_mode_count,
     functorch_is_active,
+    is_below_autograd,
     is_traced,
 )
 from thunder_cg.fastpath.accumulate import nodes_of
@@ -245,7 +245,7 @@ class Dispatch:
         is_watched = dispatch_mode_count() or function_mode_count() or functorch_is_active() or is_traced()
         entries = [each for each in self._entries.values() if each.is_prepared]
         may_train = not entries or any(e.is_one_region and e.compiled.backward is not None for e in entries)
-        if module is None or not may_train or is_watched or not torch.is_grad_enabled() or not autograd_is_active():
+        if module is None or not may_train or is_watched or not torch.is_grad_enabled() or is_below_autograd():
             return ()
         kinds = (torch.nn.Parameter, torch.Tensor)  # others may have nodes of their own kind
         parameters = module_parameters(module).values()

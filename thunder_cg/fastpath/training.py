@@ -17,10 +17,10 @@ from thunder_cg.analysis.undefined import undefined_too
 from thunder_cg.compat.thunder import CollectionProxy, PrimIDs, Proxy, TraceCtx
 from thunder_cg.compat.torch import (
     autograd_base,
-    autograd_is_active,
     backward_keeps_graph,
     function_apply,
     functorch_is_active,
+    is_below_autograd,
     raising_if_differentiated,
 )
 from thunder_cg.errors import NO_SECOND_DERIVATIVES, ReplayRefused
@@ -87,7 +87,7 @@ class TrainingFastPath:
             self._recording.dropped
             or not self._may_take_fast_path()
             or functorch_is_active()
-            or not autograd_is_active()
+            or is_below_autograd()
             or not region.guard.holds(tensors)
             or not self._others.holds(values)
             or not self._arena.try_hold()

@@ -105,7 +105,7 @@ class _GroupState:
         self.key = key
         self.place: _Number = ()  # the call that its calls are numbered within
         self.calls = 0  # that communicate in it
-        self._before: _Issued | None = None  # the last of them
+        self.before: _Issued | None = None  # the last of them
         self.behind = 0  # how many more another rank had counted, when this one last heard of it
         self.heard: dict[int, _Number] = {}  # by rank, the call that it last heard of, if that was ahead
         self.is_captured = False  # whether they are in the capture of a step, and so are none
@@ -125,12 +125,9 @@ class _GroupState:
         self.end_call()
         return (*self.place, self.calls + 1)
 
-    def begin_call(self, before: _Issued | None) -> None:
-        self.calls, self._before = self.next_call[-1], before
-
     def end_call(self) -> None:
         """The last call is none if it has raised before it communicated."""
-        before, self._before = self._before, None
+        before, self.before = self.before, None
         if before:
             self.calls -= all(
                 issued and distributed.is_alive(group) and distributed.progress(group) == issued
@@ -346,7 +343,7 @@ def _count(groups: Iterable[ProcessGroup], clock: _Clock | None, before: _Issued
     """Counts a call that communicates in the groups, and that meets others by this clock."""
     states = [(group, _states[group]) for group in groups]
     for group, state in (*states, *([clock] if clock is not None and clock not in states else [])):
-        state.begin_call(before)
+        state.calls, state.before = state.next_call[-1], before
         if state.calls % _PERIOD == 0 and not state.place and distributed.is_alive(group):
             _look_for_meeting(group, state)
 
