@@ -34,8 +34,6 @@ from thunder_cg.compat.compilation import (
     compiled_entries,
     constant_results,
     end_autocast,
-    lost_assignments,
-    lost_calls,
     lost_changes,
     on_compile,
 )
@@ -270,7 +268,7 @@ class CudagraphTransform(compat.Transform):
         """What Python does and Thunder loses, in words."""
         yield from lost(trace, self._read)
         stacks = self._compiling.stacks or {}
-        yield from unrepeated(lost_assignments(epilogue), lost_changes(), lost_calls(), stacks)
+        yield from unrepeated(*lost_changes(epilogue), stacks)
         yield from constant(constant_results(epilogue))
         if torch.is_grad_enabled():
             yield from uncalled(hooks_on_gradients(compat.get_compile_data().fn))
