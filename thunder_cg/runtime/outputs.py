@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +44,7 @@ class AliasedInput:
         return cls(arg, tensor, address(tensor), pointer(tensor), offset, tensor.dtype, conj)
 
 
-MakeOutput = Callable[[Sequence[Any], Sequence[Any]], Any]  # makes a result of the call's arguments and other results
+MakeOutput = Callable[[Sequence[Any]], Any]  # makes a result of the call's arguments
 
 
 class Outputs:
@@ -78,12 +77,13 @@ class Outputs:
         self.constants: dict[int, Any] = {}  # results that no replay changes
         self.view_sources: dict[int, int] = {}  # result that is a view of an input -> that input
         self._makers: list[tuple[int, MakeOutput]] = []
+        self._same: list[tuple[int, int]] = []  # result to copy out, and an earlier one that is the same tensor
         self._device = device
         early, groups = self._sort(produced, inputs, copied_out)
         self.lent = self._to_lend(groups, may_lend) if may_lend is not None else {}  # results that are lent
         self._copies = [*early, *(_Copy.of(group, alias) for group in groups)]
         self._owned = groups
-        for i in (*(i for group in groups for i, _ in group), *self.lent):
+        for i in (*(i for group in groups for i, _ in group), *self.lent, *(i for i, _ in self._same)):
             produced[i] = None
         self.nbytes = sum(copy.nbytes for copy in self._copies)
         self._are_plain = not any(copy.parts for copy in self._copies)
@@ -110,8 +110,7 @@ class Outputs:
                 # replay changes these.
                 self._is_constant(i, tensor)
             elif copied_out[i] and (same := first.setdefault(id(tensor), i)) != i:
-                produced[i] = None
-                self._makers.append((i, partial(_another, same)))
+                self._same.append((i, same))
                 if same in self.view_sources:
                     self.view_sources[i] = self.view_sources[same]
             elif (
@@ -143,7 +142,7 @@ class Outputs:
 
     def _is_constant(self, i: int, value: Any) -> None:
         self.constants[i] = value
-        self._makers.append((i, lambda args, results: value))
+        self._makers.append((i, lambda args: value))
 
     def sources(self) -> list[torch.Tensor]:
         """The memory to copy out, one tensor for each storage; first what was copied early, in that order."""
@@ -152,7 +151,7 @@ class Outputs:
     @property
     def is_plain(self) -> bool:
         """Whether every result is a copy of one tensor, or stays where it is."""
-        return not self._makers and self._are_plain
+        return not self._makers and not self._same and self._are_plain
 
     def disown(self) -> None:
         """Gives up the memory of what is copied out, without a first delivery."""
@@ -196,11 +195,9 @@ class Outputs:
     def derive(self, results: list[Any], args: Sequence[Any]) -> None:
         """Puts the views of arguments, and what never changes, into ``results``; ``args`` are the call's."""
         for i, make in self._makers:
-            results[i] = make(args, results)
-
-
-def _another(result: int, args: Sequence[Any], results: Sequence[Any]) -> Any:
-    return results[result]
+            results[i] = make(args)
+        for i, same in self._same:
+            results[i] = results[same]
 
 
 def _has_base(group: Sequence[tuple[int, torch.Tensor]]) -> bool:
@@ -213,7 +210,7 @@ def _view_of_input(tensor: torch.Tensor, source: AliasedInput) -> MakeOutput:
     """What makes of an argument the view that ``tensor`` was of the captured one."""
     arg, size, stride, dtype = source.arg, tensor.size(), tensor.stride(), tensor.dtype
     if tensor is source.tensor:
-        return lambda args, results: args[arg]
+        return lambda args: args[arg]
     shift = tensor.storage_offset() - source.offset
     shift_bytes = pointer(tensor) - source.pointer
     conj, neg = tensor.is_conj(), tensor.is_neg()
@@ -227,10 +224,10 @@ def _view_of_input(tensor: torch.Tensor, source: AliasedInput) -> MakeOutput:
 
     make = simple if source.dtype == dtype and source.conj == conj and not neg else general
     if not is_view(tensor):
-        return lambda args, results: make(args[arg]).detach()
+        return lambda args: make(args[arg]).detach()
     if autograd_base(tensor) is source.tensor:
-        return lambda args, results: make(args[arg])
-    return lambda args, results: make(args[arg].detach())
+        return lambda args: make(args[arg])
+    return lambda args: make(args[arg].detach())
 
 
 @dataclass(frozen=True, slots=True)
