@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,7 +30,9 @@ from thunder_cg.runtime.lent import Lent
 from thunder_cg.runtime.outputs import AliasedInput, Outputs
 from thunder_cg.runtime.recording import RegionGraph
 from thunder_cg.runtime.tensors import address_if_any, is_leaf_with_grad, is_plain, is_sparse, overlaps_itself
-from thunder_cg.runtime.verifier import Disagreement, deny_name
+
+if TYPE_CHECKING:
+    from thunder_cg.verify.verifier import Disagreement
 
 _MAX_ATTEMPTS = 3  # warm-ups and captures that may fail for a reason that can pass, such as too little memory
 _SAME_CALLS = 'make the same calls on all ranks, or capture all but the collectives with capture_collectives="never"'
@@ -423,7 +425,7 @@ class RuntimeRegion:
         self.stays_eager |= not may_pass or self.failed_attempts >= _MAX_ATTEMPTS
         left = f" (the next call tries again; {_MAX_ATTEMPTS - self.failed_attempts} of {_MAX_ATTEMPTS} tries left)"
         self.failure = text + ("" if self.stays_eager else left)
-        denied = f"[{deny_name(op)!r}]" if op is not None else "[...]"
+        denied = f"[{op.deny_name!r}]" if op is not None else "[...]"
         fix, self._strict_fix = f"deny={denied} leaves the operator eager and the rest captured", _DENY
         if isinstance(error, RanksDiffer):
             fix = self._strict_fix = _SAME_CALLS

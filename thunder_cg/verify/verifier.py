@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence, Set
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,12 +13,44 @@ import torch
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.runtime.backend import Backend, Pool
+from thunder_cg.runtime.inputs import MakeBuffers
 from thunder_cg.runtime.recording import RegionGraph
 from thunder_cg.runtime.region import RuntimeRegion
-from thunder_cg.runtime.verifier import Disagreement, MakeBuffers, Outcome
 from thunder_cg.verify.compare import describe_difference, is_tolerable, same
 from thunder_cg.verify.hashes import HashGraph, hash_values, hashes_differ
 from thunder_cg.verify.trial import Check, Compared, Disturbed, Run, Trial
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """A graph that does not do what its ops do."""
+
+    op: Op | None  # the first one whose value differs, if it is known
+    difference: str
+    where: str = ""  # the op's line in the user's source
+
+    @property
+    def problem(self) -> str:
+        first = f"; the first value that differs is made by {self.op.name} {self.where}" if self.op else ""
+        return f"its graph disagrees with its ops: {self.difference}{first}"
+
+    @property
+    def fix(self) -> str:
+        """What keeps the rest of the region captured."""
+        if self.op is None:
+            return "find the operator to leave eager with deny=[...]"
+        return f"leave the operator eager with deny=[{self.op.deny_name!r}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The outcome of a replay that was to be compared."""
+
+    results: Sequence[Any] | None  # what the call gets; None: the region's ops have to run, and may raise
+    disagreement: Disagreement | None = None  # for which the region is quarantined
+    remark: str | None = None  # why a difference was tolerated, or why nothing could be compared
+    compared: bool = True
+
 
 Judgement = tuple[Disagreement | None, str | None]  # and why other differences are none
 
