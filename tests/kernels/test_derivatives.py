@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import thunder_cg
-from thunder_cg.compat.compiled import compile_only
+from thunder_cg.compat.compiled import computation_and_inputs
 from thunder_cg.compat.cuda import chooses_cudnn_attention
 from thunder_cg.kernels import attention, derivatives, loss, normalization
 
@@ -62,7 +62,7 @@ def batch(device):
 def test_what_is_computed_once_more(transform, device):
     """What is cheap: Inductor fuses it with what needs it."""
     compiled = thunder.jit(Net().double().to(device), executors=thunder_cg.executors(), transforms=[transform()])
-    compile_only(compiled, batch(device), {})
+    computation_and_inputs(compiled, batch(device), {})
     forward, backward = (
         [[each.sym.name for each in op.symbol.subsymbols] for op in program.ops.ops if op.is_fusion]
         for program in programs(compiled)
@@ -86,7 +86,7 @@ class Residual(nn.Module):
 
 def test_sums_of_residual_blocks_are_kept(transform, device):
     compiled = thunder.jit(Residual().to(device), executors=thunder_cg.executors(), transforms=[transform()])
-    compile_only(compiled, (torch.randn(2, 3, 8, 8, device=device),), {})
+    computation_and_inputs(compiled, (torch.randn(2, 3, 8, 8, device=device),), {})
     (names,) = (
         [each.sym.name for each in op.symbol.subsymbols] for op in programs(compiled)[1].ops.ops if op.is_fusion
     )

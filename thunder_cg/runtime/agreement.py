@@ -67,11 +67,11 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial
-from typing import Protocol
 
 from thunder_cg.compat import distributed
 from thunder_cg.compat.distributed import ProcessGroup, Store
 from thunder_cg.errors import OptionsDiffer, RanksDiffer
+from thunder_cg.runtime.arena import Recorder
 
 _logger = logging.getLogger(__name__)
 
@@ -86,13 +86,6 @@ _SILENCE = 10.0  # seconds after which the log says what a rank waits for, and d
 _NO, _NEVER, _NOTHING = "no: ", "never: ", ""
 _HAS = " again"  # ends a vote of one that could replay
 _ALONE = "alone: "  # begins the options of a function that only this rank has compiled
-
-
-class HoldsGroups(Protocol):
-    """What has recordings that hold a group's communicator."""
-
-    def close_recordings(self, *, may_wait: bool) -> None:
-        """Destroys the graphs, after their work is done if that may be waited for."""
 
 
 _Number = tuple[int, ...]  # of a call; that of one in a step begins with the step's
@@ -112,7 +105,7 @@ class _GroupState:
         self.key = key
         self.place: _Number = ()  # the call that its calls are numbered within
         self.calls = 0  # that communicate in it
-        self._before: _Issued | None = None  # the last of them
+        self.before: _Issued | None = None  # the last of them
         self.behind = 0  # how many more another rank had counted, when this one last heard of it
         self.heard: dict[int, _Number] = {}  # by rank, the call that it last heard of, if that was ahead
         self.is_captured = False  # whether they are in the capture of a step, and so are none
@@ -124,7 +117,7 @@ class _GroupState:
         # See Note [Same options].
         self.functions = 0  # with Thunder's collectives in it, that have been called
         self.options: str | None = None  # of all of them, on all ranks; None if they differ
-        self.holders: weakref.WeakSet[HoldsGroups] = weakref.WeakSet()
+        self.holders: weakref.WeakSet[Recorder] = weakref.WeakSet()
         self.keep_eager: weakref.WeakSet[object] = weakref.WeakSet()  # programs that no graph is to hold
 
     @property
@@ -132,12 +125,9 @@ class _GroupState:
         self.end_call()
         return (*self.place, self.calls + 1)
 
-    def begin_call(self, before: _Issued | None) -> None:
-        self.calls, self._before = self.next_call[-1], before
-
     def end_call(self) -> None:
         """The last call is none if it has raised before it communicated."""
-        before, self._before = self._before, None
+        before, self.before = self.before, None
         if before:
             self.calls -= all(
                 issued and distributed.is_alive(group) and distributed.progress(group) == issued
@@ -160,23 +150,6 @@ class _GroupState:
 _States = weakref.WeakKeyDictionary[ProcessGroup, _GroupState]
 _states: _States = weakref.WeakKeyDictionary()
 _common: _States = weakref.WeakKeyDictionary()  # of a default group: see Note [Several groups]
-
-
-_agreed_for = [0.0]  # seconds
-
-
-def seconds_of_agreement() -> float:
-    """How long this process has been asking other ranks, until now, with the time that it was there before them."""
-    return _agreed_for[0]
-
-
-@contextmanager
-def _timed() -> Iterator[None]:
-    begin = time.perf_counter()
-    try:
-        yield
-    finally:
-        _agreed_for[0] += time.perf_counter() - begin
 
 
 def _close_holders(group: ProcessGroup, *, may_wait: bool) -> None:
@@ -226,7 +199,6 @@ class Round:
         if self._has_declined:
             self._put("", _NOTHING, [group for group in self._numbers if group not in groups])
 
-    @_timed()
     def ask(self, stage: str, subject: str | Mapping[ProcessGroup, str], *, could_replay: bool = False) -> bool:
         """Votes for ``subject`` at ``stage``, and waits. Returns whether all ranks could replay instead.
 
@@ -371,7 +343,7 @@ def _count(groups: Iterable[ProcessGroup], clock: _Clock | None, before: _Issued
     """Counts a call that communicates in the groups, and that meets others by this clock."""
     states = [(group, _states[group]) for group in groups]
     for group, state in (*states, *([clock] if clock is not None and clock not in states else [])):
-        state.begin_call(before)
+        state.calls, state.before = state.next_call[-1], before
         if state.calls % _PERIOD == 0 and not state.place and distributed.is_alive(group):
             _look_for_meeting(group, state)
 
@@ -436,7 +408,7 @@ class Collectives:
     def _clock(self) -> _Clock | None:
         return _clock(self._together)
 
-    def held_by(self, holder: HoldsGroups) -> None:
+    def held_by(self, holder: Recorder) -> None:
         """``holder`` is told before one of the groups goes."""
         distributed.before_shutdown(_close_holders)
         for group in self._groups:
@@ -502,7 +474,6 @@ class SameOptions:
             if self._checked[group]:
                 raise OptionsDiffer(label, self._checked[group])
 
-    @_timed()
     def _compare(self, group: ProcessGroup, label: str) -> str:
         """Tells the other ranks the options; in which rank's they differ, and how, "" if in none."""
         state, store, said = _states[group], distributed.store(group), json.dumps(self._options)

@@ -22,10 +22,9 @@ import torch
 from thunder_cg.compat import distributed, operators, torch as compat
 from thunder_cg.compat.torch_compile import call_compiled_through
 from thunder_cg.errors import CaptureRefused, CudagraphError, ReplayRefused
-from thunder_cg.runtime.backend import CopiedOut, Function, Tensors, check_sentinels
+from thunder_cg.runtime.backend import CopiedOut, Function, HostTimer, Tensors, check_sentinels
 from thunder_cg.runtime.early_outputs import EarlyCopier
 from thunder_cg.runtime.tensors import address, copy_all
-from thunder_cg.runtime.timers import HostTimer
 
 _aten = torch.ops.aten
 

@@ -79,17 +79,6 @@ class _Refusal:
 
 
 @dataclass(frozen=True, slots=True)
-class _Capture:
-    """A call that captures, as the memory budget sees it."""
-
-    memory: Arena
-    recording: None = None
-
-    def arenas(self) -> list[Arena]:
-        return [self.memory]
-
-
-@dataclass(frozen=True, slots=True)
 class _Call:
     """One call of the step."""
 
@@ -486,7 +475,7 @@ class GraphedStep:
     def _make_room(self, arena: Arena, device: torch.device, layout: Any, expected: int | None = None) -> None:
         """`NoRoom` if what a capture needs is past the budget: see Note [Memory budget] in runtime/arena.py."""
         kept = len(self.recordings)
-        if (problem := self._arenas.make_room(_Capture(arena), device, self.captures_pay, expected)) is not None:
+        if (problem := self._arenas.make_room([arena], device, self.captures_pay, expected)) is not None:
             may_pass = len(self.recordings) < kept
             if expected is None and not may_pass:
                 self._ready[layout] = [replace(each, needs=arena.nbytes()) for each in self._ready[layout]]
