@@ -265,18 +265,22 @@ def test_attention_within_a_fusion(monkeypatch, trains):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_numbers_on_the_host_are_in_no_fusion():
-    """One that Inductor would move to the GPU keeps none of the operators there eager."""
+def test_numbers_on_the_host_are_in_no_fusion(caplog):
+    """Those that Inductor would move to the GPU keep none of the operators there eager. One warning is for all."""
 
-    def fn(x, n):
-        return torch.tanh(x * 2) + torch.sin(n.to("cuda") + 1)
+    def fn(x, numbers):
+        for n in numbers:
+            x = torch.tanh(x * 2) + torch.sin(n.to("cuda") + 1)
+        return x
 
-    x, n = torch.randn(8, device="cuda"), torch.tensor(2.0)
+    x, numbers = torch.randn(8, device="cuda"), [torch.tensor(2.0), torch.tensor(3.0)]
     captured = thunder.jit(fn, executors=thunder_cg.executors(), transforms=[thunder_cg.cudagraph_transform()])
     for _ in range(4):
-        close(captured(x, n), fn(x, n))
-    (trace,) = thunder_cg.explain(captured).traces
-    assert len(trace.regions) == 1 and sum(op.verdict == "eager" for op in trace.ops) == 1, str(thunder_cg.explain(captured))
+        close(captured(x, numbers), fn(x, numbers))
+    report = thunder_cg.explain(captured)
+    (trace,) = report.traces
+    assert len(trace.regions) == 1 and sum(op.verdict == "eager" for op in trace.ops) == 2, str(report)
+    assert len(caplog.messages) == 1, caplog.messages
 
 
 def test_a_trace_for_a_gpu_that_is_not_here():

@@ -89,9 +89,9 @@ def inference_fast_path(
         """What may be checked after the launch."""
         try:
             return (
-                (not static or not is_simple or metadata_holds(*tensors))
+                # A guard that is not simple has looked at metadata and settings before the launch.
+                (not is_simple or ((not static or metadata_holds(*tensors)) and settings_hold()))
                 and global_state_holds()
-                and settings_hold()
                 and (attributes.unchanged() or attributes.holds())
             )
         except Exception:
