@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
-from weakref import WeakMethod, ref
+from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import torch
 
@@ -91,7 +91,7 @@ class EntryFastPaths:
         self._recorded: list[tuple[Recording, FastPath]] = []  # newest first
         self._traced: list[TracedFastPath] = []
         self.is_one_region = True
-        self._excludes: dict[int, bool] = {}  # by the identity of an older entry
+        self._excludes: WeakKeyDictionary[EntryFastPaths, bool] = WeakKeyDictionary()  # by older entries
 
     @cached_property
     def checks(self) -> PrologueChecks:
@@ -99,9 +99,9 @@ class EntryFastPaths:
 
     def excludes(self, older: EntryFastPaths) -> bool:
         """Whether no call is for both."""
-        if id(older.entry) not in self._excludes:
-            self._excludes[id(older.entry)] = self.checks.excludes(older.checks)
-        return self._excludes[id(older.entry)]
+        if older not in self._excludes:
+            self._excludes[older] = self.checks.excludes(older.checks)
+        return self._excludes[older]
 
     def prepare(self, compiled: Compiled, guard: PrologueGuard) -> None:
         """Once a call was for it."""
