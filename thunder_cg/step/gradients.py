@@ -10,6 +10,16 @@ Note [Gradients of a step]
     laid out alike may be there. Otherwise the graph reads it or adds to it, so it has to be the same tensor. The memory
     of a DTensor is that of its part on this rank, which somebody may hold without the DTensor.
 
+Note [Gradients from outside]
+    What a graph reads is at one place. A gradient that the loop's own backward makes is at another one in each call. If
+    nobody else holds it, nor what was at the graph's place, a replay copies it there, as it does with the batch.
+
+Note [Gradients that add up]
+    A loop that accumulates gradients has graphs for the micro-batch that makes them and for those that add to them. The
+    first ones were made in Python, and those of a graph are elsewhere. So a call that finds gradients of a call in
+    Python waits for the graph that makes them, unless they have outlasted an update of their parameters, as those do
+    that are set to zero.
+
 Note [Memory of the gradients before]
     Without graphs, a step that drops its gradients has their memory for its activations. A graph has it only if it is
     in the pool. So before the first capture the gradients move there, by way of the host, since the memory at both
@@ -24,7 +34,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import repeat
+from itertools import compress, repeat
 from operator import attrgetter, is_
 from typing import Any, ClassVar
 
@@ -40,9 +50,10 @@ from thunder_cg.compat.torch import (
     storage_use_count,
     tensor_guards,
     tensor_use_count,
+    version,
 )
 from thunder_cg.runtime.backend import Backend, Pool
-from thunder_cg.runtime.tensors import address_if_any, layout, span, view_of_storage
+from thunder_cg.runtime.tensors import address_if_any, copy_all, layout, span, view_of_storage
 from thunder_cg.step.calls import Calls
 from thunder_cg.step.other_memory import Addresses, can_move
 
@@ -62,6 +73,7 @@ class GradientsBefore:
     ) -> None:
         self._parameters, self._backend, self._calls = parameters, backend, calls
         self._on_host: dict[int, Tensor] = {}  # by position: those that have moved
+        self.alone = [_is_alone(each) for each in parameters]  # whether nobody else holds the gradient
         if pool is not None:
             self._move(pool, needs)
         self.memory = [None if (gradient := each.grad) is None else gradient.detach() for each in parameters]
@@ -75,9 +87,7 @@ class GradientsBefore:
     def _move(self, pool: Pool, needs: int) -> None:
         gradients: list[tuple[Tensor, Tensor]] = []  # and their copies on the host
         for i, parameter in enumerate(self._parameters):
-            if _may_move(parameter):
-                gradient = parameter.grad
-                assert gradient is not None
+            if (gradient := parameter.grad) is not None and self.alone[i]:
                 self._on_host[i] = torch.empty_like(gradient, device="cpu").copy_(gradient)
                 gradients.append((gradient, self._on_host[i]))
         for gradient, _ in gradients:
@@ -139,13 +149,13 @@ class GradientsBefore:
         self.memory, self._references, self._on_host = [], {}, {}
 
 
-def _may_move(parameter: Tensor) -> bool:
-    """Whether its gradient fills its memory, and nobody else holds the gradient or the memory."""
+def _is_alone(parameter: Tensor) -> bool:
+    """Whether its gradient fills its memory, and nobody else holds the gradient or the memory, nor a graph."""
+    if not _fills_memory(parameter.grad) or vars(parameter.grad):
+        return False
     other = torch.zeros(1, requires_grad=True)
     other.grad = torch.zeros(1)
-    return _fills_memory(parameter.grad) and all(
-        uses <= alone for uses, alone in zip(_uses_of_gradient(parameter), _uses_of_gradient(other))
-    )
+    return all(uses <= alone for uses, alone in zip(_uses_of_gradient(parameter), _uses_of_gradient(other)))
 
 
 def _fills_memory(gradient: Tensor | None) -> bool:
@@ -162,6 +172,7 @@ def _uses_of_gradient(parameter: Tensor) -> tuple[int, int, int]:
     return sys.getrefcount(gradient), tensor_use_count(gradient), storage_use_count(storage_id(gradient))
 
 
+_MAX_WAITS = 8  # of calls that accumulate, for the graph that makes the gradients
 ANY = object()  # what a step finds in ``.grad`` does not matter
 THERE = object()  # it matters that there is one
 LIKE = object()  # it matters that there is one, and how it is laid out
@@ -174,22 +185,31 @@ class ExpectedGradients:
 
     Args:
         expected: for each parameter None, `ANY`, `THERE`, `LIKE` or a gradient.
+        alone: whether nobody else held its gradient.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], expected: Sequence[Any]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], expected: Sequence[Any], alone: Sequence[bool]) -> None:
         self._with = [parameter for parameter, each in zip(parameters, expected) if each is THERE]
         self._alike = [parameter for parameter, each in zip(parameters, expected) if each is LIKE]
         self._layouts = [layout(gradient) for each in self._alike if (gradient := each.grad) is not None]
         self._without = [parameter for parameter, each in zip(parameters, expected) if each is None]
         pairs = [(parameter, each) for parameter, each in zip(parameters, expected) if isinstance(each, Tensor)]
         self._parameters, self.tensors = [each for each, _ in pairs], [each for _, each in pairs]
+        each_alone = compress(alone, (isinstance(each, Tensor) for each in expected))
+        self.copied = [GraphGradient.of(g, p) if alone else None for (p, g), alone in zip(pairs, each_alone)]
+        self._elsewhere: list[int] = []  # positions of those to copy: see Note [Gradients from outside]
         self._places = [*map(place_of, self.tensors)]
         self._addresses, self._indices = [each.data_ptr() for each in self.tensors], [*range(len(pairs))]
         is_each_once = len({*map(id, self.tensors)}) == len(pairs)
         are_plain = all(map(is_, self.tensors, map(local_tensor, self.tensors)))
         self._metadata = tensor_guards(self.tensors) if is_each_once and are_plain else None
 
+    def are_elsewhere(self) -> bool:
+        """Whether there are gradients where the graph reads some, and it cannot read these."""
+        return not self.are_there() and bool(self._elsewhere) and not any(p.grad is None for p in self._parameters)
+
     def are_there(self) -> bool:
+        self._elsewhere = []
         if not all(map(is_, map(_gradient_of, self._without), repeat(None))):
             return False
         if any(map(is_, map(_gradient_of, self._with), repeat(None))):
@@ -200,7 +220,46 @@ class ExpectedGradients:
         found = [*map(_gradient_of, self._parameters)]
         if self._metadata is not None and all(map(is_, found, self.tensors)) and self._metadata.check(*found):
             return addresses_equal(found, self._addresses, self._indices)
-        return all(place_of(each) == place for each, place in zip(found, self._places))
+        self._elsewhere = [i for i, each in enumerate(found) if place_of(each) != self._places[i]]
+        del found
+        return all(map(self._may_be_copied, self._elsewhere))
+
+    def _may_be_copied(self, i: int) -> bool:
+        home, parameter = self.copied[i], self._parameters[i]
+        if home is None or home.is_held() or home.is_moved():
+            return False
+        return _is_alone(parameter) and layout(parameter.grad) == layout(home.tensor)
+
+    def copy(self) -> None:
+        """Copies gradients to where the graph reads them, after `are_there`."""
+        found = [self._parameters[i].grad for i in self._elsewhere]
+        copy_all([self.tensors[i] for i in self._elsewhere], [each for each in found if each is not None])
+
+    def close(self) -> None:
+        """Lets go of the gradients."""
+        self.tensors, self.copied = [], []
+
+
+class FirstGradients:
+    """Those that calls in Python have made where there were none: see Note [Gradients that add up]."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[Tensor, weakref.ref[Tensor], int]] = []  # parameters, with their versions
+        self._waited = 0
+
+    @contextmanager
+    def noted(self, parameters: Sequence[Tensor]) -> Iterator[None]:
+        """Around a call in Python."""
+        before = [(each, version(each)) for each in parameters if each.grad is None]
+        yield
+        made = [(each, weakref.ref(each.grad), then) for each, then in before if each.grad is not None]
+        self._made = made or self._made
+
+    def are_added_to(self) -> bool:
+        """Whether a call is to wait for a graph that makes them. It does so a few times."""
+        is_first = bool(self._made) and all(p.grad is ref() and version(p) == then for p, ref, then in self._made)
+        self._waited = self._waited + 1 if is_first else 0
+        return 0 < self._waited <= _MAX_WAITS
 
 
 _Owners = tuple[int, int, int]  # see `GraphGradient._count`

@@ -24,7 +24,7 @@ from thunder_cg.progress import Stage
 from thunder_cg.runtime.agreement import Collectives, Round, StepCall, call_of_step, meets
 from thunder_cg.runtime.arena import Arena, Arenas
 from thunder_cg.runtime.backends import resolve
-from thunder_cg.runtime.changes import PAD_BATCH
+from thunder_cg.runtime.changes import for_shapes
 from thunder_cg.runtime.failures import note_replay
 from thunder_cg.runtime.skip_reasons import held_back, skip_reason
 from thunder_cg.step.attributes import Attributes
@@ -40,7 +40,7 @@ from thunder_cg.step.fixes import (
     of_first_step,
     where,
 )
-from thunder_cg.step.gradients import GraphGradient
+from thunder_cg.step.gradients import FirstGradients, GraphGradient
 from thunder_cg.step.memory import PythonCall, making_states_apart, nbytes
 from thunder_cg.step.outside import states_outside, thread_states
 from thunder_cg.step.places import Place
@@ -56,6 +56,12 @@ _BEFORE, _AFTER = "before the capture of the step", "after the capture of the st
 _SHAPE = "the shape of "
 _IN_USE = "graphs were replayed since the last call of this kind; raise max_recordings"
 _BETWEEN = ", between calls"
+_ADDS_TO_FIRST = "it adds to gradients that an earlier call has made in Python, and that a graph will make"
+_MAX_ELSEWHERE = 2  # graphs that were never replayed since gradients are elsewhere in each call
+_ELSEWHERE = (
+    "the gradients that it reads are in other memory in each call, and somebody holds that memory; make them in the "
+    "step, or hold none of them when it is called"
+)
 _FIRST = "the first call of its kind: what the step does is noted"
 
 
@@ -139,6 +145,7 @@ class GraphedStep:
         self._communicates: dict[Any, StepCall] = {}  # by layout: the last call in Python; None: whatever its layout
         self._refused: dict[Any, _Refusal] = {}  # by layout
         self._warned: set[str] = set()
+        self._first_gradients = FirstGradients()
         self._unstable = 0  # calls in a row
         self._called: dict[Any, Called] = {}  # functions that no bytecode names
         self._attributes = Attributes()  # that were looked up
@@ -236,6 +243,11 @@ class GraphedStep:
         if not self.captures_pay():
             said = f"it was captured {self.captures} times and replayed {self.replays} times"
             self._refuse(layout, state.facts, said)
+        elif sum(each.is_for_other_gradients(layout) for each in self.recordings) >= _MAX_ELSEWHERE:
+            self._refuse(layout, state.facts, _ELSEWHERE)
+            return self._run(call, _ELSEWHERE)
+        elif known is not None and self._first_gradients.are_added_to():
+            return self._run(call, _ADDS_TO_FIRST)
         elif known is not None and self._groups(layout) is not None:
             return self._try_capture(state, call, known)
         with held_back(not hopeless):
@@ -369,7 +381,11 @@ class GraphedStep:
         seen = self._attributes.seen
         outside = states_outside(whole.device)
         python, places = PythonCall(whole, self._backend), state.places_of_tensors()
-        with making_states_apart(whole, self._backend), self._attributes.watched(whole.objects):
+        states_apart, gradients = (
+            making_states_apart(whole, self._backend),
+            self._first_gradients.noted(whole.parameters),
+        )
+        with states_apart, gradients, self._attributes.watched(whole.objects):
             result = self._run(call, reason)
         if is_new := self._attributes.seen != seen:
             state = whole
@@ -417,7 +433,7 @@ class GraphedStep:
             name, then, now = changed
             said = f"{name} changed from {then!r:.80} to {now!r:.80}"
             if name.startswith(_SHAPE):
-                return f"{said}; {PAD_BATCH}", ""
+                return f"{said}; {for_shapes((then, now))}", ""
             return said, f"; {fix_of_changed_argument(now)}"
         return _FIRST, ""
 

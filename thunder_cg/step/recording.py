@@ -243,6 +243,11 @@ class StepRecording(RecordingUse):
         is_for = all(get() == then for get, then in self.settings) and self.gradients_before.are_there()
         return carried if is_for else None
 
+    def is_for_other_gradients(self, layout: Any) -> bool:
+        """Whether it was never replayed, and is for a call with this layout but for the memory of gradients."""
+        is_for = not self.replays and layout == self.layout and self.state.holds()
+        return is_for and self.gradients_before.are_elsewhere()
+
     def is_void(self) -> bool:
         """Whether no replay will ever be right: the graph writes a gradient where it is no more."""
         return self.overwritten.are_moved()
@@ -270,6 +275,7 @@ class StepRecording(RecordingUse):
         with GraphGradient.recounted():
             self.graph.close(may_wait=may_wait)
             self.left = []
+            self.gradients_before.close()
             self.overwritten.gradients.clear()
 
     def end_capture(self, *, undo: bool) -> None:
@@ -294,6 +300,7 @@ class StepRecording(RecordingUse):
             targets = self.outputs.allocate(results)
         except torch.OutOfMemoryError as error:
             raise ReplayRefused(error) from error
+        self.gradients_before.copy()
         self.graph.replay([each.source(inputs) for each in self.sources], targets)
         if self.collectives is not None:
             self.collectives.count_replay()
@@ -559,7 +566,7 @@ class StepCapture:
                 self.calls.end()
         recording.before = snapshot, before
         state.release()
-        for gradient in recording.left:
+        for gradient in (*recording.left, *filter(None, recording.gradients_before.copied)):
             gradient.count()
         return recording
 
@@ -603,7 +610,7 @@ class StepCapture:
             outputs=outputs,
             structure=body.structure,
             sources=copied,
-            gradients_before=ExpectedGradients(state.parameters, expected),
+            gradients_before=ExpectedGradients(state.parameters, expected, before.alone),
             left=left,
             without_gradient=[p for p, g in zip(state.parameters, tensors) if g is None],
             overwritten=Overwritten(each for each in left if id(each.tensor) not in kept),
