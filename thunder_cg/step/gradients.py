@@ -257,7 +257,8 @@ class FirstGradients:
 
     def are_added_to(self) -> bool:
         """Whether a call is to wait for a graph that makes them. It does so a few times."""
-        is_first = bool(self._made) and all(p.grad is ref() and version(p) == then for p, ref, then in self._made)
+        are_there = (p.grad is not None and p.grad is ref() and version(p) == then for p, ref, then in self._made)
+        is_first = bool(self._made) and all(are_there)
         self._waited = self._waited + 1 if is_first else 0
         return 0 < self._waited <= _MAX_WAITS
 

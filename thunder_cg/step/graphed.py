@@ -638,7 +638,7 @@ def graphed_step(
             in Python, and :func:`thunder_cg.explain` has the reason with both values.
 
     Returns:
-        The step. Its results are new tensors without a history.
+        The step. Its results are new tensors without a history, in new lists and dictionaries.
 
     Raises:
         OptionError: a value that an option cannot have.

@@ -13,6 +13,7 @@ import re
 import struct
 import sys
 from abc import get_cache_token
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -78,6 +79,10 @@ _nans: dict[Any, Any] = {}  # one for each type and bits, since no NaN is equal 
 _OTHERS = "something else than tensors without a history"
 _SHARES = "an argument shares memory with a tensor that the step reads from outside"
 _KEPT_SHARES = "a tensor that the step keeps shares memory with another one that it uses; have it keep a clone"
+_IN_TWO_PLACES = (
+    "the step keeps a {0} in two places, or one that was there before, and a replay would make two of it; "
+    "keep a copy, such as {0}(metrics)"
+)
 _IS_GRADIENT = "the step returns or keeps the memory of a gradient, which others may write; clone it"
 
 
@@ -126,10 +131,10 @@ class Batch:
         """What has to be equal for two batches to be laid out alike."""
         return tuple(map(layout, self.tensors)), self.constants, (self.structure, *self.same.items())
 
-    def call(self, fn: Callable[..., Any], tensors: Iterable[Tensor]) -> Any:
-        """Calls ``fn`` with other tensors in the places of the batch's; `CaptureRefused` if it changes one of them.
+    def call(self, fn: Callable[..., Any], tensors: Iterable[Tensor]) -> tuple[Any, Any]:
+        """Calls ``fn`` with other tensors in the places of the batch's; returns the result and the arguments.
 
-        A replay would change nothing of the arguments.
+        `CaptureRefused` if it changes an argument: a replay would change nothing of the arguments.
         """
         found = iter(tensors)
         leaves = [next(found) if constant is _TENSOR else constant[1] for constant in self.constants]
@@ -146,7 +151,7 @@ class Batch:
             if structure != self.structure or not all(map(is_, left, leaves)):
                 fix = "copy it first, as in batch = dict(batch)"
                 raise CaptureRefused(f"the step changes a dictionary or a list among its arguments; {fix}")
-        return result
+        return result, (args, kwargs)
 
 
 def _constant(value: Any) -> tuple[Any, ...]:
@@ -334,6 +339,7 @@ class _Body:
         self._buffer_of = {id(alias): buffer for alias, buffer in zip(self._aliases, carried)}
         self.carried: list[tuple[Callable[[Any], object], Any, int]] = []  # what is carried out
         self.added: list[tuple[Read, int]] = []
+        self._found_or_left: list[Any] = []  # in places of what is carried, and in lists
         self.structure: Any = None
         self.addresses: Mapping[int, str] = {}
         self.outputs: Outputs | None = None
@@ -354,13 +360,13 @@ class _Body:
                 self._carry() as left,
                 watched,
             ):
-                result = self._batch.call(self._fn, self._buffers)
+                result, arguments = self._batch.call(self._fn, self._buffers)
+                leaves, structure = tree_flatten(result)  # a dictionary may be a place that gets its value back
         finally:
             self._calls.end()
         for each in self._calls.pending.values():  # on a GPU, its memory would be used again while it runs
             problem = f"a collective is not waited for in the step{each.line}"
             raise CaptureRefused(f"{problem}; call wait() of what it returns")
-        leaves, structure = tree_flatten(result)
         device = self._state.device
         for leaf in leaves:
             if isinstance(leaf, Tensor):
@@ -376,6 +382,7 @@ class _Body:
         self.addresses = {**self._captured_addresses(backend), **self._calls.communicated}
         left += self._take_appended(lists)
         self._take_added(numbers)
+        self._refuse_shared_containers(arguments)
         if _storages(left) & _storages(each.grad for each in self._state.parameters):
             raise CaptureRefused(_IS_GRADIENT)
         self.results = _storages(leaves)
@@ -411,6 +418,7 @@ class _Body:
         for (label, at, before, then, tensors), value in zip(found, given):
             now, is_given = Carried.of(left_there := at.get(), self._state.device.type), left_there is value
             at.put(before)
+            self._found_or_left += [value] if is_given else [value, left_there]
             if is_given and all(map(is_, tree_leaves(value), tensors)):
                 continue
             if is_given or now is None or not now.is_like(then):
@@ -428,6 +436,7 @@ class _Body:
             if (carried := Carried.of(appended, self._state.device.type)) is None:
                 fix = "detach them, or return them, and append them outside of the step"
                 raise CaptureRefused(f"the step appends {_OTHERS} to {read.label} ({read.line}); {fix}")
+            self._found_or_left += appended
             self.carried.append((partial(_extend, read.get), carried.structure, len(carried.tensors)))
             left += carried.tensors
         return left
@@ -440,6 +449,15 @@ class _Body:
             for at in place_of_read(read):
                 at.put(before)
             self.added.append((read, now - before))
+
+    def _refuse_shared_containers(self, arguments: Any) -> None:
+        """`CaptureRefused` for a list or a dictionary that is in two places: a replay makes one for each."""
+        seen: set[int] = set()
+        for each in _containers([arguments, *self._found_or_left]):
+            if id(each) in seen or self._state.has_holder(each):
+                raise CaptureRefused(_IN_TWO_PLACES.format(type(each).__name__))
+            seen.add(id(each))
+        self._found_or_left.clear()
 
     def copied_out(self, pool: Pool, results: Sequence[Any]) -> list[Tensor]:
         tensors = [*self._buffers, *self._state.memory]
@@ -483,6 +501,15 @@ class _Grown:
             raise CaptureRefused(f"the step changes what is in {self.read.label} ({self.read.line})")
         _put_in(self.value, self.had)
         return now[stays:]
+
+
+def _containers(value: Any) -> Iterator[Any]:
+    """The lists and dictionaries in the values of a tuple, a list or a dictionary, at any depth."""
+    for each in value.values() if isinstance(value, dict) else value:
+        if isinstance(each, (dict, list, deque)):
+            yield each
+        if isinstance(each, (dict, list, deque, tuple)):
+            yield from _containers(each)
 
 
 def _put_in(value: Any, items: Iterable[Any]) -> None:
