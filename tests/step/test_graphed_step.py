@@ -318,6 +318,72 @@ def test_gradients_of_another_step(step_twins):
     assert [step.replays for step in steps] >= [16, 8], [*map(why, steps)]
 
 
+@pytest.mark.parametrize("between", ["critic", "critic, score"])
+def test_one_step_for_two_networks_in_turn(step_twins, between):
+    """Each graph leaves the gradients of the other network alone, also where it was captured before these were made."""
+
+    def run(graphed):
+        torch.manual_seed(2)
+        generator, critic = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 4)), nn.Linear(4, 1)
+        generator, critic = generator.to(step_twins.device), critic.to(step_twins.device)
+        optimizers = {"generator": sgd(generator.parameters()), "critic": sgd(critic.parameters())}
+
+        def train(x, z, which):
+            if which == "score":
+                with torch.no_grad():
+                    return critic(generator(z)).mean() + critic(torch.cat([x] * 4)).square().mean()
+            optimizers[which].zero_grad()
+            loss = -critic(generator(z)).mean()
+            if which == "critic":
+                loss = critic(x).mean() - loss
+            loss.backward()
+            optimizers[which].step()
+            return loss
+
+        step = step_twins.graphed(train) if graphed else train
+        kinds = ["generator", *between.split(", ")]
+        found = []
+        for i in range(24):
+            x, z = torch.randn(5, 4), torch.randn(5, 3)
+            found.append(step(x.to(step_twins.device), z.to(step_twins.device), kinds[i % len(kinds)]).detach())
+            found += [p.grad.clone() for p in (*generator.parameters(), *critic.parameters()) if p.grad is not None]
+        return [*found, *generator.state_dict().values(), *critic.state_dict().values()], step
+
+    expected, _ = run(False)
+    found, step = run(True)
+    same(found, expected)
+    assert step.captures <= 4 and step.replays >= 14, why(step)
+
+
+def test_accumulation_with_an_evaluation_between(step_twins):
+    """The graph of the evaluation, which was captured before, does not overwrite gradients that are added to."""
+
+    def run(graphed):
+        model = step_twins.model()
+        optimizer = sgd(model.parameters())
+
+        def train(x, y, kind):
+            if kind == "score":
+                with torch.no_grad():
+                    return cross_entropy(model(torch.cat([x] * 5)), torch.cat([y] * 5))
+            loss = cross_entropy(model(x), y) / 2
+            loss.backward()
+            if kind == "last":
+                optimizer.step()
+                optimizer.zero_grad()
+            return loss
+
+        step = step_twins.graphed(train) if graphed else train
+        torch.manual_seed(1)
+        kinds = ["micro", "score", "micro", "last", "score"]
+        return [step(*step_twins.batch(), kinds[i % 5]).detach() for i in range(40)], step
+
+    expected, _ = run(False)
+    found, step = run(True)
+    same(found, expected)
+    assert step.captures <= 5 and step.replays >= 18, why(step)
+
+
 def test_a_gradient_that_is_still_held_is_not_overwritten(step_twins):
     held = {}
 

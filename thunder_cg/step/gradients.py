@@ -2,17 +2,21 @@
 
 Note [Gradients of a step]
     The gradients that a step leaves are memory of its graph, and each replay writes them again. If anybody still holds
-    one of them from an earlier step, the step runs in Python. So it does before another graph of the step is replayed,
-    which may use the same memory for something else. What a step finds in ``.grad`` may be of three kinds. If the step
-    drops a gradient before any kernel has read it, as ``zero_grad()`` does, any gradient may be there later, or none.
-    There has to be one if code that is not PyTorch's names ``grad``, since it may ask whether there is one. If the step
-    leaves it where it is, and no kernel uses it, as that of a generator while the discriminator is trained, any that is
-    laid out alike may be there. Otherwise the graph reads it or adds to it, so it has to be the same tensor. The memory
-    of a DTensor is that of its part on this rank, which somebody may hold without the DTensor.
+    one of them from an earlier step, the step runs in Python. So it does before another graph of the step is replayed
+    that was captured earlier, and may use the same memory for something else. If only the parameter has it, and the
+    other graph leaves it there, as in a step that trains two networks in turn, it gets other memory before. What a step
+    finds in ``.grad`` may be of three kinds. If the step drops a gradient before any kernel has read it, as
+    ``zero_grad()`` does, any gradient may be there later, or none. There has to be one if code that is not PyTorch's
+    names ``grad``, since it may ask whether there is one. If the step leaves it where it is, and no kernel uses it, as
+    that of a generator while the discriminator is trained, any that is laid out alike may be there. Otherwise the graph
+    reads it or adds to it, so it has to be the same tensor. The memory of a DTensor is that of its part on this rank,
+    which somebody may hold without the DTensor.
 
 Note [Gradients from outside]
     What a graph reads is at one place. A gradient that the loop's own backward makes is at another one in each call. If
-    nobody else holds it, nor what was at the graph's place, a replay copies it there, as it does with the batch.
+    nobody else holds it, nor what was at the graph's place, a replay copies it there, as it does with the batch. One of
+    a graph stays where it is, so there is another graph for it. That one copies these, too, since two graphs that read
+    each other's gradients would be captured anew in turn.
 
 Note [Gradients that add up]
     A loop that accumulates gradients has graphs for the micro-batch that makes them and for those that add to them. The
@@ -73,7 +77,10 @@ class GradientsBefore:
     ) -> None:
         self._parameters, self._backend, self._calls = parameters, backend, calls
         self._on_host: dict[int, Tensor] = {}  # by position: those that have moved
-        self.alone = [_is_alone(each) for each in parameters]  # whether nobody else holds the gradient
+        self._are_alone = [*map(_is_alone, parameters)]
+        known = [GraphGradient.known(each.grad) for each in parameters]
+        are_free = (each is not None and not each.is_held() for each in known)
+        self.are_graphs = [is_free or alone for is_free, alone in zip(are_free, self._are_alone)]  # and nobody else's
         if pool is not None:
             self._move(pool, needs)
         self.memory = [None if (gradient := each.grad) is None else gradient.detach() for each in parameters]
@@ -87,7 +94,7 @@ class GradientsBefore:
     def _move(self, pool: Pool, needs: int) -> None:
         gradients: list[tuple[Tensor, Tensor]] = []  # and their copies on the host
         for i, parameter in enumerate(self._parameters):
-            if (gradient := parameter.grad) is not None and self.alone[i]:
+            if (gradient := parameter.grad) is not None and self._are_alone[i]:
                 self._on_host[i] = torch.empty_like(gradient, device="cpu").copy_(gradient)
                 gradients.append((gradient, self._on_host[i]))
         for gradient, _ in gradients:
@@ -185,18 +192,23 @@ class ExpectedGradients:
 
     Args:
         expected: for each parameter None, `ANY`, `THERE`, `LIKE` or a gradient.
-        alone: whether nobody else held its gradient.
+        are_graphs: whether nobody but graphs held its gradient.
+        from_graphs: whether gradients of graphs are copied, too.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], expected: Sequence[Any], alone: Sequence[bool]) -> None:
+    def __init__(
+        self, parameters: Sequence[Tensor], expected: Sequence[Any], are_graphs: Sequence[bool], from_graphs: bool
+    ) -> None:
+        self._from_graphs = from_graphs
         self._with = [parameter for parameter, each in zip(parameters, expected) if each is THERE]
         self._alike = [parameter for parameter, each in zip(parameters, expected) if each is LIKE]
         self._layouts = [layout(gradient) for each in self._alike if (gradient := each.grad) is not None]
         self._without = [parameter for parameter, each in zip(parameters, expected) if each is None]
         pairs = [(parameter, each) for parameter, each in zip(parameters, expected) if isinstance(each, Tensor)]
         self._parameters, self.tensors = [each for each, _ in pairs], [each for _, each in pairs]
-        each_alone = compress(alone, (isinstance(each, Tensor) for each in expected))
-        self.copied = [GraphGradient.of(g, p) if alone else None for (p, g), alone in zip(pairs, each_alone)]
+        may_copy = compress(are_graphs, (isinstance(each, Tensor) for each in expected))
+        found = zip(pairs, may_copy)
+        self.copied = [GraphGradient.known(g) or GraphGradient.of(g, p) if may else None for (p, g), may in found]
         self._elsewhere: list[int] = []  # positions of those to copy: see Note [Gradients from outside]
         self._places = [*map(place_of, self.tensors)]
         self._addresses, self._indices = [each.data_ptr() for each in self.tensors], [*range(len(pairs))]
@@ -228,7 +240,9 @@ class ExpectedGradients:
         home, parameter = self.copied[i], self._parameters[i]
         if home is None or home.is_held() or home.is_moved():
             return False
-        return _is_alone(parameter) and layout(parameter.grad) == layout(home.tensor)
+        known = GraphGradient.known(parameter.grad) if self._from_graphs else None
+        is_free = _is_alone(parameter) if known is None else not known.is_held()
+        return is_free and layout(parameter.grad) == layout(home.tensor)
 
     def copy(self) -> None:
         """Copies gradients to where the graph reads them, after `are_there`."""
@@ -289,10 +303,9 @@ class GraphGradient:
         """References from Python, those from C++ without the parameter's, and tensors that have had this memory."""
         tensor, local = self.tensor, self.local
         uses = tensor_use_count(tensor)
-        is_parameters = self.parameter.grad is tensor
         has_left = storage_id(local) != self.storage
         # What holds it from C++, however often, counts as one more reference from Python.
-        counts = [sys.getrefcount(tensor) - (uses > 1), uses - is_parameters]
+        counts = [sys.getrefcount(tensor) - (uses > 1), uses - self.is_parameters()]
         if local is not tensor:
             uses = tensor_use_count(local)
             counts = [counts[0] + sys.getrefcount(local) - (uses > 1), counts[1] + uses]
@@ -301,10 +314,19 @@ class GraphGradient:
     @classmethod
     def of(cls, tensor: Tensor, parameter: Tensor) -> GraphGradient:
         """One for each tensor, whichever graphs use it, so that none of them holds the tensor itself."""
-        known = cls._known.get(storage_id(local_tensor(tensor)))
+        known = cls.known(tensor)
         if known is None or known.tensor is not tensor or known.parameter is not parameter or known.is_moved():
             return cls(tensor, parameter)
         return known
+
+    @classmethod
+    def known(cls, tensor: Tensor | None) -> GraphGradient | None:
+        """That of the same memory."""
+        return None if tensor is None else cls._known.get(storage_id(local_tensor(tensor)))
+
+    @classmethod
+    def all(cls) -> list[GraphGradient]:
+        return [*cls._known.values()]
 
     @classmethod
     def tensors(cls) -> list[Tensor]:
@@ -329,6 +351,9 @@ class GraphGradient:
         assert then is not None
         now = self._count()
         return now != then and (now[0] > then[0] or now[1] > then[1] or now[2] > then[2])
+
+    def is_parameters(self) -> bool:
+        return self.parameter.grad is self.tensor
 
     def is_moved(self) -> bool:
         """Whether somebody has given the tensor other memory, or another layout."""

@@ -140,7 +140,8 @@ class GraphedStep:
         self._arenas.join(self)
         self.arena: Arena | None = None  # of all recordings; only calls of the step use it, one at a time
         self.recordings: list[StepRecording] = []  # newest first
-        self._left: list[GraphGradient] = []  # by replays, since nobody has held one at a replay
+        self._left: list[GraphGradient] = []  # by replays, those that are in use
+        self._last: StepRecording | None = None  # that was replayed
         self._ready: dict[Any, list[_Ready]] = {}  # by layout, the newest first
         self._communicates: dict[Any, StepCall] = {}  # by layout: the last call in Python; None: whatever its layout
         self._refused: dict[Any, _Refusal] = {}  # by layout
@@ -178,7 +179,7 @@ class GraphedStep:
                 recording = None
             if recording is None or carried is None:
                 return self._observe(call)
-            if (reason := recording.why_not(batch, carried, self._left)) is not None:
+            if (reason := recording.why_not(batch, carried, self._left_by_others(recording))) is not None:
                 return self._run(call, reason)
             try:
                 if recording.collectives is not None and recording.collectives.meets():
@@ -214,13 +215,21 @@ class GraphedStep:
 
     def _replay(self, recording: StepRecording, carried: Sequence[Tensor], call: _Call) -> Any:
         recording.arena.enter()
-        self._left = recording.left
+        recording.move_out(self._left_by_others(recording))
+        self._note_left(recording)
         result = self._launch(recording, carried, call)
         self.replays += 1
         recording.replays += 1
         recording.last_call = self.calls
         self._unstable = 0
         return result
+
+    def _left_by_others(self, recording: StepRecording) -> list[GraphGradient]:
+        return [] if recording is self._last else self._left
+
+    def _note_left(self, recording: StepRecording) -> None:
+        if recording is not self._last:
+            self._left, self._last = recording.in_use_after(self._left), recording
 
     def _observe(self, call: _Call) -> Any:
         """A call that no recording is for: captures it, if an earlier one did the same, else runs it in Python."""
@@ -243,7 +252,9 @@ class GraphedStep:
         if not self.captures_pay():
             said = f"it was captured {self.captures} times and replayed {self.replays} times"
             self._refuse(layout, state.facts, said)
-        elif sum(each.is_for_other_gradients(layout) for each in self.recordings) >= _MAX_ELSEWHERE:
+        elif (
+            sum(not each.replays and each.is_for_other_gradients(layout) for each in self.recordings) >= _MAX_ELSEWHERE
+        ):
             self._refuse(layout, state.facts, _ELSEWHERE)
             return self._run(call, _ELSEWHERE)
         elif known is not None and self._first_gradients.are_added_to():
@@ -322,8 +333,7 @@ class GraphedStep:
     def _replay_first(self, recording: StepRecording, call: _Call, ready: _Ready, calls: Calls) -> Any:
         """The first replay of a recording: the capture has run nothing."""
         only_once = recording.only_once
-        if self.recordings:  # a later capture uses no memory that is in use now
-            self._left = [*self._left, *recording.left]
+        self._note_left(recording)
         is_refused = False
         try:
             result = self._launch(recording, recording.state.carried_tensors(), call)
@@ -334,6 +344,7 @@ class GraphedStep:
         finally:
             recording.end_capture(undo=is_refused)
             if only_once is not None:
+                self._last = None
                 recording.close()
         if is_refused:
             return self._run(call, reason)
@@ -440,6 +451,7 @@ class GraphedStep:
     def _capture(self, state: StepState, call: _Call, ready: _Ready, calls: Calls, votes: Round) -> StepRecording:
         """Captures the step, which runs nothing. `CaptureRefused` or `RanksDiffer` if that cannot be."""
         layout, groups = call.layout, self._groups(call.layout) or []
+        is_second = any(each.is_for_other_gradients(layout) for each in self.recordings)
         while len(self.recordings) >= self._max_recordings:
             self._discard(self._oldest())
         if self.arena is None:
@@ -462,7 +474,7 @@ class GraphedStep:
         try:
             self.arena.pool(state.device).enter()
             capture = StepCapture(
-                self._fn, call.batch, state, self._backend, arena, self.recordings, check, calls, ready.needs
+                self._fn, call.batch, state, self._backend, arena, self.recordings, check, calls, ready.needs, is_second
             )
             with (
                 Stage(lambda: f"capturing the step {self.name}"),
@@ -522,6 +534,7 @@ class GraphedStep:
 
     def _discard(self, recording: StepRecording) -> None:
         self.recordings.remove(recording)
+        self._last = None
         recording.close()
 
     def _refuse(self, layout: Any, facts: Facts, reason: str) -> None:
@@ -553,6 +566,7 @@ class GraphedStep:
         self.recordings = [recording for recording in self.recordings if recording.collectives is None]
         for recording in closed:
             recording.close(may_wait=may_wait)
+        self._last = None
         self._ready.clear()
         self._communicates.clear()
 
@@ -561,7 +575,7 @@ class GraphedStep:
         with self._lock:
             while self.recordings:
                 self.recordings.pop().close()
-            self.arena, self._left = None, []
+            self.arena, self._left, self._last = None, [], None
         self._backend.give_back()
 
     def budget(self) -> int | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import struct
 import sys
+import weakref
 from abc import get_cache_token
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -206,6 +207,8 @@ class StepRecording(RecordingUse):
     left: list[GraphGradient]  # gradients that the step leaves
     without_gradient: list[Tensor]  # parameters to which it leaves none
     overwritten: Overwritten
+    dropped: frozenset[int]  # parameters whose gradients it drops unread, by identity
+    apart: weakref.WeakSet[GraphGradient]  # whose memory it does not use for anything else
     touched: list[Tensor]  # of the state: tensors whose version each step advances
     memory: frozenset[int]  # where the state's tensors are, and gradients that the step reads or adds to
     gradient_nbytes: int  # of the pool: recordings may share gradients
@@ -249,9 +252,8 @@ class StepRecording(RecordingUse):
         return carried if is_for else None
 
     def is_for_other_gradients(self, layout: Any) -> bool:
-        """Whether it was never replayed, and is for a call with this layout but for the memory of gradients."""
-        is_for = not self.replays and layout == self.layout and self.state.holds()
-        return is_for and self.gradients_before.are_elsewhere()
+        """Whether it is for a call with this layout, but for the memory of gradients."""
+        return layout == self.layout and self.state.holds() and self.gradients_before.are_elsewhere()
 
     def is_void(self) -> bool:
         """Whether no replay will ever be right: the graph writes a gradient where it is no more."""
@@ -262,18 +264,31 @@ class StepRecording(RecordingUse):
 
         Args:
             carried: what `carried_in` has returned.
-            left: gradients that earlier replays have left, of this recording or another one.
+            left: gradients that replays of other recordings have left.
         """
         if (problem := _shared(batch.tensors, carried, self.memory)) is not None:
             return problem
-        if self.overwritten.are_held() or (left is not self.left and self._may_reuse(left)):
+        if self.overwritten.are_held() or any(each.is_held() for each in left if each not in self.apart):
             return "a gradient of an earlier step is still held, and a replay would overwrite it; clone it"
         return None
 
-    def _may_reuse(self, left: Sequence[GraphGradient]) -> bool:
-        """Whether somebody uses one of these, and the graph may use its memory for something else."""
-        kept = {id(each) for each in self.gradients_before.tensors}
-        return any(id(each.tensor) not in kept and each.is_held() for each in left)
+    def move_out(self, left: Sequence[GraphGradient]) -> None:
+        """Gives those of these gradients other memory that parameters have, and that a replay may overwrite.
+
+        `ReplayRefused` if there is no memory.
+        """
+        for each in left:
+            if each not in self.apart and id(each.parameter) not in self.dropped and each.is_parameters():
+                try:
+                    each.parameter.grad = each.tensor.clone()
+                except torch.OutOfMemoryError as error:
+                    raise ReplayRefused(error) from error
+
+    def in_use_after(self, left: Sequence[GraphGradient]) -> list[GraphGradient]:
+        """The gradients that it leaves, and those of ``left``, gradients that others have left, that stay in use."""
+        stay = (each for each in left if id(each.parameter) not in self.dropped and each.is_parameters())
+        held = (each for each in left if each in self.apart and each.is_held())  # the others are not: see `why_not`
+        return [*dict.fromkeys([*self.left, *stay, *held])]
 
     def close(self, *, may_wait: bool = True) -> None:
         """Destroys the graph, after its work is done if that may be waited for."""
@@ -530,6 +545,7 @@ class StepCapture:
         check: is called when the graph has its memory; raises `CaptureRefused` if that is too much, or `RanksDiffer`.
         calls: is told of the functions of the user's that run.
         needs: bytes of the pool, at least.
+        is_second: whether there is a recording for the call but for the memory of gradients.
     """
 
     fn: Callable[..., Any]
@@ -541,6 +557,7 @@ class StepCapture:
     check: Callable[[], None]
     calls: Calls
     needs: int
+    is_second: bool
 
     def run(self) -> StepRecording:
         """Records a call of ``fn``, which runs nothing.
@@ -595,6 +612,7 @@ class StepCapture:
         state.release()
         for gradient in (*recording.left, *filter(None, recording.gradients_before.copied)):
             gradient.count()
+        recording.apart.update(GraphGradient.all())
         return recording
 
     def _record(self, before: GradientsBefore) -> StepRecording:
@@ -637,10 +655,12 @@ class StepCapture:
             outputs=outputs,
             structure=body.structure,
             sources=copied,
-            gradients_before=ExpectedGradients(state.parameters, expected, before.alone),
+            gradients_before=ExpectedGradients(state.parameters, expected, before.are_graphs, self.is_second),
             left=left,
             without_gradient=[p for p, g in zip(state.parameters, tensors) if g is None],
             overwritten=Overwritten(each for each in left if id(each.tensor) not in kept),
+            dropped=frozenset(id(p) for p, each in zip(state.parameters, expected) if each is ANY or each is THERE),
+            apart=weakref.WeakSet(),
             touched=touched,
             memory=_storages([*state.memory, *expected]),
             gradient_nbytes=nbytes(g for g in tensors if g is not None and _is_in(g, pool)),
