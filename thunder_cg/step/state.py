@@ -38,7 +38,7 @@ from thunder_cg.compat.torch import (
 )
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.tensors import has_history, layout, same_tensors
-from thunder_cg.step.attributes import Attributes, Names, only_sets
+from thunder_cg.step.attributes import Attributes, Names, only_sets, own_attributes
 from thunder_cg.step.collector import CONTAINERS, Collector, is_simple
 from thunder_cg.step.facts import Content, Facts, Same, is_equal, subject
 from thunder_cg.step.gradients import place_of
@@ -366,12 +366,18 @@ class StepState:
     def snapshot(self) -> Snapshot:
         """All that the step may change of it."""
         owners = [value for read, value in self._simple if read.is_owner]
-        lists = [value for _, value in self.lists().values()]
+        passed_on = [each for value in self.objects for each in own_attributes(value).values()]
+        lists = [*passed_on, *(value for _, value in self.lists().values())]
+        lists = [each for each in lists if type(each) in GROWING]  # to which it may only append
         return Snapshot([*self._holders, *owners, *lists], self._paths, self.with_memory)
 
     def tensors_in_holders(self) -> list[Tensor]:
         """What is in containers and objects that the state had, though they may have been replaced since."""
         return tensors_in([each if isinstance(each, CONTAINERS) else names_of(each) for each in self._holders])
+
+    def has_holder(self, value: Any) -> bool:
+        """Whether a value is one of the containers and objects that hold the state."""
+        return any(each is value for each in self._holders)
 
     def release(self) -> None:
         """Nothing has to be restored any more."""
