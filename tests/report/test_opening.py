@@ -11,6 +11,7 @@ import thunder
 import torch
 from thunder.core.interpreter import InterpreterError, ProvenanceRecord, PseudoInst
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.flop_counter import FlopCounterMode
 
 from thunder_cg import cudagraph_transform, explain, plan, thunderfx
@@ -167,6 +168,7 @@ def test_what_thunder_raises_of_a_module_has_a_note(transform, device) -> None:
             f"Thunder raised this while it compiled Branches: NotImplementedError at {line}: casting"
         )
         assert "To try: for a branch on what a tensor holds, or for int(), float()" in note
+        assert "of it, choose with torch.where(condition, a, b) if it is a branch, or use thunder_cg.thunderfx" in note
 
 
 def test_what_others_compile_has_no_note(transform) -> None:
@@ -208,10 +210,14 @@ def test_an_operator_for_which_thunder_has_no_gradient(backend, device) -> None:
         ),
         (lambda x: x + x.nonzero().sum(), "for a result whose size depends on what a tensor holds"),
         (lambda x: x + torch.linspace(0, 1, 3), "for a function that Thunder does not know, use thunder_cg.thunderfx"),
+        (
+            lambda x: pack_padded_sequence(x.view(1, 3, 1), torch.tensor([3]), batch_first=True).data,
+            "for a packed sequence, give the layer the padded tensor",
+        ),
         (lambda x: x + x.numpy().sum(), "for NumPy in what is compiled, call PyTorch's function of that name, or use"),
         (lambda x: x + x.nothing(), "call the function without Thunder: if that raises too, fix the function"),
     ],
-    ids=["float", "equal", "item", "size", "nonzero", "linspace", "numpy", "unknown"],
+    ids=["float", "equal", "item", "size", "nonzero", "linspace", "packed", "numpy", "unknown"],
 )
 def test_what_to_try_goes_by_what_thunder_raised(fn, advice) -> None:
     said = str(plan(fn, torch.ones(3)))
@@ -335,3 +341,6 @@ def test_functions_without_a_backward_are_said_once(transform, device) -> None:
     others = tuple(replace(trace, function="Other") for trace in report.traces)
     said = [line for line in str(replace(report, traces=report.traces + others)).splitlines() if "No backward" in line]
     assert len(said) == 1 and said[0].startswith("No backward ran of Sequential, compiled version 0, and 1 more: for ")
+    trained = [replace(each, function="Trained", calls=1) for each in report.traces if each.kind == "backward"]
+    (said_in_training,) = opening.without_backward(replace(report, traces=(*report.traces, *trained)))
+    assert "compiled version 0: compute what no gradient needs, such as a metric or an evaluation" in said_in_training

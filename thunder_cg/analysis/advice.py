@@ -45,6 +45,15 @@ _OF_SIZE = {  # by what is in the name of the operator, in the line, or in the m
     "unique": FIXED_SIZE,
 }
 
+RECURRENT = (
+    "set torch._dynamo.config.allow_rnn = True, with which the layer is left to Inductor; it has to get a padded tensor"
+)
+PACKS = "pack_padded_|pad_packed_|pack_sequence"  # functions of packed sequences, as a regular expression
+PADDED = (
+    "give the layer the padded tensor: of a layer that is not bidirectional, outputs up to each length are the same; "
+    "mask those after it; the last state is the output at length - 1, or one for each layer"
+)
+
 _READS = ("item", "tolist", "float", "int", "bool")  # methods, and then what may also be called with numbers
 _CHANGES = frozenset({"round", "abs", "str", "tuple", "list"})  # what they return is the number still
 _LISTS = frozenset({"append", "extend"})  # of tensors, maybe, that are computed with the number

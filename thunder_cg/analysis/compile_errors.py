@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 
 from thunder_cg import errors
-from thunder_cg.analysis.advice import SLICE, for_size
+from thunder_cg.analysis.advice import PACKS, PADDED, SLICE, for_size
 from thunder_cg.analysis.rules import KEEP_ON_DEVICE
 from thunder_cg.analysis.sources import LOOKED_UP
 from thunder_cg.errors import CudagraphError
@@ -55,10 +55,11 @@ _HINTS = (
         "for an attribute, an item or a global variable that is set, return the value instead, or use "
         "thunder_cg.thunderfx, which leaves it to Python",
     ),
+    _Hint((PACKS,), f"for a packed sequence, {PADDED}"),
     _Hint(
         ("data dependen", "DataDependentOutput", "tolist"),
-        "for a branch on what a tensor holds, or for int(), float() or `.tolist()` of it, use thunder_cg.thunderfx, "
-        "which leaves it to Python",
+        "for a branch on what a tensor holds, or for int(), float() or `.tolist()` of it, choose with "
+        "torch.where(condition, a, b) if it is a branch, or use thunder_cg.thunderfx, which leaves it to Python",
     ),
     _Hint(
         ("is not a valid index for length", "None had an unexpected type"),

@@ -324,6 +324,38 @@ def break_behind(ended: Any) -> tuple[str, list[FrameSummary]] | None:
     return None
 
 
+class Resumed(NamedTuple):
+    """A graph break that Dynamo goes on after.
+
+    Attributes:
+        function: as of `GivenUp`; "" if it is not known.
+        reason: in Dynamo's words; None if it is not known.
+        stack: where, from the function to what it calls.
+    """
+
+    function: str
+    reason: str | None
+    stack: list[FrameSummary]
+
+
+def resumed(backend: ThunderCompiler) -> Iterator[Resumed]:
+    """Graph breaks that Dynamo goes on after with this backend, also those with no operator and so no graph before."""
+    codes = [code for code in (reference() for reference in convert_frame.input_codes.seen) if code is not None]
+    names = {(code.co_filename, code.co_name): code for code in codes}
+    rests = ((code, rest) for code in codes if (rest := _RESUMED.fullmatch(code.co_name)) is not None)
+    lines = {(code.co_filename, int(rest[2])) for code, rest in rests if _is_compiled(code, backend)}
+    for each in graph_break_reasons:
+        reason, stack = break_behind(each) or (None, each.user_stack)
+        if not lines.isdisjoint((frame.filename, frame.lineno) for frame in stack):
+            start = names.get((stack[0].filename, stack[0].name))
+            yield Resumed(_place_of(start, backend) if start is not None else "", reason, stack)
+
+
+def _is_compiled(code: CodeType, backend: ThunderCompiler) -> bool:
+    entries = _debug_get_cache_entry_list(code)
+    return any(getattr(entry.backend, "compiler_fn", entry.backend) is backend for entry in entries)
+
+
 class GivenUp(NamedTuple):
     """Python code of which Dynamo compiles nothing, such as one with a graph break in a loop.
 

@@ -59,7 +59,7 @@ _WRONG = frozenset({"lu", "lu_unpack", "native_layer_norm", "norm"})
 _OUT_OF_PLACE = "; compute a new tensor, as x = x * 2 for x.mul_(2)"
 _NO_TRANSFORM = "; write it without the transform, as x.sum(-1) for torch.vmap(torch.sum)(x)"
 _FEW_KERNELS = "; nothing has to change: the layer is a few large kernels, which no fusion makes faster"
-_OF_PYTORCH = "; call PyTorch's function of that name"
+_OF_PYTORCH = "; call PyTorch's function of that name, or index a tensor, which is made of the array once, outside"
 _WITH_DIMENSION = "; give it a dimension, as with keepdim=True, or use a GPU"
 _OTHERS = "; use other operators, or call it outside of the compiled function"
 _REAL = "; compute with the real and the imaginary part as two tensors"

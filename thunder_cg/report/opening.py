@@ -186,7 +186,10 @@ def ran(report: Report) -> Iterator[str]:
 
 
 def without_backward(report: Report) -> Iterator[str]:
-    """The functions whose backward never ran, although the forward did more than once, and what to do about it."""
+    """The functions whose backward never ran, although the forward did more than once, and what to do about it.
+
+    Where another backward has run, they may be a part of training, such as a metric.
+    """
     backwards = {
         (trace.function, trace.entry) for trace in report.traces if trace.kind == "backward" and not trace.calls
     }
@@ -194,10 +197,14 @@ def without_backward(report: Report) -> Iterator[str]:
     found = [each for each in forwards if (each.function, each.entry) in backwards]
     if found:
         more = f", and {len(found) - 1} more" if len(found) > 1 else ""
-        yield (
-            f"No backward ran of {found[0].function}, compiled version {found[0].entry}{more}: for inference, call it "
-            f"under torch.no_grad(), or after model.requires_grad_(False), which keeps nothing for a backward."
+        trains = any(trace.kind == "backward" and trace.calls for trace in report.traces)
+        fix = (
+            "compute what no gradient needs, such as a metric or an evaluation, under torch.no_grad()"
+            if trains
+            else "for inference, call it under torch.no_grad(), or after model.requires_grad_(False)"
         )
+        where = f"{found[0].function}, compiled version {found[0].entry}{more}"
+        yield f"No backward ran of {where}: {fix}, which keeps nothing for a backward."
 
 
 def graphs_of_one_call(report: Report) -> Iterator[str]:

@@ -25,8 +25,8 @@ from thunder_cg.report.breaks import (
     GraphBreak,
     Recompilation,
     RecompileLimit,
+    breaks_without_graph,
     graph_breaks,
-    left_to_python,
     recompilations,
     recompile_limits,
 )
@@ -171,7 +171,7 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
         ran += [max(thunder.compile_stats(jitted).calls for jitted in compiled)] if compiled else []
         outside += outside_of(label, graph)
         breaks += graph_breaks(label, graph)
-    breaks += left_to_python(_name(fn), fn, backend)
+    breaks += breaks_without_graph(_name(fn), fn, backend)
     made = counting.counts[0] if (counting := that_counts(fn)) is not None else 0
     without_graph = made - sum(ran)  # negative if a call has several graphs, or calls are not counted
     python_calls = max(0, without_graph) if len(ran) == len(backend.subgraph_infos) else 0
