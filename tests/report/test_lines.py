@@ -104,6 +104,28 @@ def test_a_norm_an_item_and_a_branch_in_one_line_are_one_entry() -> None:
     assert "\n".join(said).count(line) == 1 and said[start - 1] == lines.HEADING
 
 
+def test_what_has_nothing_to_gain_is_one_line() -> None:
+    def masked(x: torch.Tensor) -> torch.Tensor:
+        mask = x > 0
+        rows = x[mask]
+        return rows.sum()
+
+    def read(x: torch.Tensor) -> torch.Tensor:
+        print(x.sum())
+        return torch.relu(x) * 2
+
+    for function in (masked, read):
+        torch._dynamo.reset()
+        compiled = thunderfx(function, backend="tape")
+        compiled(torch.ones(4))
+        said = [*lines.by_line(explain(compiled))]
+        small = f"  test_lines.py:{function.__code__.co_firstlineno + 1}"
+        end = ": 1 op eager, in too small a region to gain; nothing has to change"
+        small += f", and 1 more: 2 ops{end[6:]}" if function is masked else end
+        assert said[0] == lines.HEADING and said[-1] == small, said
+        assert not any("nothing to gain" in each for each in said) and sum("graph break" in each for each in said) == 1
+
+
 def arithmetic(x: torch.Tensor) -> torch.Tensor:
     return torch.relu(torch.relu(x) * x.sum().item()) * 2
 
@@ -130,7 +152,7 @@ def test_with_scalar_outputs_captured_a_number_is_outside_of_graphs_all_the_same
         again = thunderfx(function, backend="tape")
         torch.testing.assert_close(again(x), function(x), rtol=0, atol=0)
     report = explain(again)
-    assert "capture_scalar_outputs" not in str(report)
+    assert "capture_scalar_outputs" not in str(report) and "Sym" not in str(report), "what the user has not written"
     assert "Tensor.item" in {cause.name for cause in report.causes} and report.outside
     assert {part.reason for part in report.breaks} == (
         {"a branch on what a tensor holds"} if function is branches else set()

@@ -333,6 +333,27 @@ def test_errors_of_this_package_say_themselves_what_to_try(where: str) -> None:
     assert to_try(f"{where}ValueError: a SharedMemoryError: overlaps", is_of_dynamo=bool(where)) != ""
 
 
+def test_shapes_and_what_follows_from_them_are_said_once() -> None:
+    """A number of Dynamo's that is a size is no other cause, and advice is not given twice."""
+
+    def masked(x: torch.Tensor) -> torch.Tensor:
+        return (x[x > 0] * 2).sin() + 1
+
+    torch._dynamo.reset()
+    compiled = thunderfx(masked, backend="tape")
+    for size in (4, 5, 6, 7):
+        compiled(torch.ones(size))
+    said = [line for line in opening.opening(explain(compiled)).splitlines() if " so far (" in line]
+    assert said and not any("of a number from before the graph break" in line for line in said)
+    torch._dynamo.reset()
+    whole = thunderfx(lambda x: x.sin() * 2 + 1, backend="tape")
+    for size in (4, 5, 6, 7):
+        whole(torch.ones(size))
+    text = opening.opening(explain(whole))
+    assert "To have fewer: pad to a few sizes" in text and text.count("pad to a few sizes") == 1, text
+    assert text.splitlines()[-1].endswith("; as above")
+
+
 def test_functions_without_a_backward_are_said_once(transform, device) -> None:
     net = thunder.jit(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)).to(device), transforms=[transform()])
     for _ in range(2):

@@ -83,7 +83,7 @@ class CompiledFunction(ThunderFXCompiledObject):
         self._count.calls, self._backend.failures = counts
 
 
-MODE = "the same mode: "  # begins a condition such as "the same mode: grad_mode"
+MODE = "the same mode: "  # begins a condition such as "the same mode: num_threads"
 _OF_MODULES = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
 _OF_HOOK = re.compile(
     r"([\w.]+)\._\w*hooks\[list\(dict\.keys\(.*?_hooks\)\)\[\d+\]\](?:\.__closure__\[\d+\]\.cell_contents)?"
@@ -298,6 +298,7 @@ def _condition(reason: str, backend: ThunderCompiler) -> tuple[str, str]:
     found = re.match(r".*?([^/\\\s]+:\d+) in [^\s)]+( \(.*\))?$", source.strip())
     condition = _with_names(_LEFT.sub(BEFORE_BREAK, condition), getattr(backend, "parameters", ()))
     condition = _GLOBAL.sub(r"\1", condition.replace("GLOBAL_STATE changed: ", MODE).strip())
+    condition = condition.replace(f"{MODE}grad_mode", f"{MODE}whether gradients are enabled")
     condition = _OF_HOOK.sub(r"a variable of a hook of \1", _OF_MODULES.sub(r".\1", condition))
     is_of_another = condition.startswith("BACKEND_MATCH")  # a call of another function with the same code
     return ("" if is_of_another else condition), (found[1] if found else "")

@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.nn import functional as F
 
 from thunder_cg.analysis import rules
+from thunder_cg.analysis.advice import NUMBER_OF_DYNAMO
 from thunder_cg.analysis.rules import Reason
 from thunder_cg.compat.splitter import (
     GET_DATA,
@@ -216,8 +217,7 @@ def objection_to_fallback(node: Node, function: Callable[..., Any]) -> str | Non
     args = example(node.args)
     leaves = tree_leaves((args, example(node.kwargs)))
     if any(isinstance(leaf, torch.SymFloat) for leaf in leaves):
-        said = "takes a number that is read from a tensor, which Thunder does not take from a graph of Dynamo's"
-        return f"{said}; keep the number on the device, as a 0-dim tensor"
+        return NUMBER_OF_DYNAMO
     with_gradient = any(map(requires_grad, leaves))
     if (problem := objection_to_operator(function, with_gradient=with_gradient)) is not None:
         return problem

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from thunder_cg.analysis.partition import NO_GAIN
 from thunder_cg.report.breaks import ITEM
 from thunder_cg.report.units import count
 
@@ -45,12 +46,17 @@ class _Problem:
 
 
 def by_line(report: Report) -> Iterator[str]:
-    """For each line of source its text, and below it each of its problems with the fix. Nothing if there are none."""
+    """For each line of source its text, and below it each of its problems with the fix. Nothing if there are none.
+
+    One line at the end is for what nothing has to change for.
+    """
     found = [*map(_of_cause, report.causes), *_of_breaks(report.breaks), *_of_inductor(report.outside)]
+    small = [problem for problem in found if problem.fix == NO_GAIN]
+    found = [problem for problem in found if problem.fix != NO_GAIN]
     found.sort(key=lambda problem: _cost([problem]), reverse=True)
     lines = [*_grouped(found, lambda problem: problem.line.removeprefix("near "))]
     lines.sort(key=_cost, reverse=True)
-    if lines:
+    if lines or small:
         yield HEADING
     fixes: dict[str, str] = {}  # with the lines that they are said of
     for problems in lines[:_MOST_LINES]:
@@ -69,6 +75,10 @@ def by_line(report: Report) -> Iterator[str]:
                 fixes.setdefault(problem.fix, line)
     if len(lines) > _MOST_LINES:
         yield f"  {count(len(lines) - _MOST_LINES, 'more line')}: see explain(fn).causes, .breaks and .outside"
+    if small:
+        where = _few([*dict.fromkeys(problem.line.removeprefix("near ") for problem in small)])
+        ops = count(sum(problem.ops for problem in small), "op")
+        yield f"  {where}: {ops} eager, in too small a region to gain; nothing has to change"
     for cut in _grouped(report.outside, lambda part: part.cost):
         graphs = [*dict.fromkeys(part.function for part in cut)]
         yield f"{_few(graphs)}, {'are' if len(graphs) > 1 else 'is'} {cut[0].cost}"

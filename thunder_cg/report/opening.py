@@ -63,13 +63,13 @@ def _summary(report: Report) -> Iterator[str]:
     yield from failures(report)
     yield from left_to_python(report)
     yield from in_python(report)
-    yield from compiled_anew(report)
+    yield from (anew := [*compiled_anew(report)])
     yield from lines.by_line(report)
     yield from lines.by_inductor(report.joined)
     yield from unmatched(report)
     yield from measured(report)
     yield from deselected(report)
-    yield from changes(unsettled(report))
+    yield from changes(unsettled(report), " ".join(anew))
 
 
 def nothing(report: Report) -> str:
@@ -321,9 +321,14 @@ def _eager(region: RegionReport) -> float:
     return region.eager_microseconds or 0.0
 
 
-def changes(parts: Sequence[ChangeReport]) -> Iterator[str]:
-    """Because of what calls compiled, warmed up or captured anew, what that costs, and what to do about it."""
+def changes(parts: Sequence[ChangeReport], above: str = "") -> Iterator[str]:
+    """Because of what calls compiled, warmed up or captured anew, what that costs, and what to do about it.
+
+    Args:
+        above: what was said before.
+    """
     said: set[str] = set()
     for part in parts:
-        yield f"{part.function}: {part.problem}; {part.cost}; {'as above' if part.fix in said else part.fix}"
+        fix = "as above" if part.fix in said or part.fix in above else part.fix
+        yield f"{part.function}: {part.problem}; {part.cost}; {fix}"
         said.add(part.fix)

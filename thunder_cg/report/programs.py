@@ -18,6 +18,7 @@ import thunder
 import torch
 from torch.fx import GraphModule
 
+from thunder_cg.analysis.advice import NUMBER_OF_DYNAMO
 from thunder_cg.analysis.sources import called_from, user_frames
 from thunder_cg.compat.thunder import CACHE_OPTIONS, is_ours, owns_regions
 from thunder_cg.errors import NotCompiledError, OptionError
@@ -253,6 +254,8 @@ def _reason(split: Any) -> str:
     said = _UNKNOWN.sub(f"is unknown to Thunder; {_OWN_OPERATOR}", str(split.info).replace(", see exception field", ""))
     raised = str(split.exception or "").strip().partition("\n")[0]
     if (refused := _REFUSED.match(said)) is not None:
+        if any(each in raised for each in ("SymFloat", "SymBool", "SymInt")):
+            return f"{refused[1]} {NUMBER_OF_DYNAMO}"
         if "VJP for" in raised or "gradient transform" in raised:
             return f"{refused[1]} has no gradient in Thunder; {_OWN_OPERATOR}"
         said = f"{refused[1]} has arguments that Thunder refuses; {_OWN_OPERATOR}"
