@@ -317,6 +317,14 @@ def test_in_a_browser(page: Any, report: Report, large: Report, tmp_path: Path) 
     assert wide["boxes"] == wide["closed"] == 3 and most["boxes"] == most["closed"] == 101
     assert 0 <= wide["headline"] < 50 and 0 < most["loaded"] < 2000
     assert changes["background"] == narrow["background"]
+    said = "(cell) => getComputedStyle(cell, '::before').content"
+    page.set_viewport_size({"width": 500, "height": 800})
+    page.goto((tmp_path / "narrow.html").as_uri())
+    assert page.eval_on_selector("td:last-child:not([colspan]):not(:empty)", said) == '"to change it: "'
+    page.goto((tmp_path / "changes.html").as_uri())
+    assert page.eval_on_selector("td:last-child", said) == "none"
+    page.set_viewport_size({"width": 1400, "height": 800})
+    page.goto((tmp_path / "large.html").as_uri())
 
     folded = page.get_by_text("m.py:4998")
     assert not folded.is_visible()

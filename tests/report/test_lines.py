@@ -56,10 +56,10 @@ def test_one_line_with_several_causes_is_one_entry_and_says_a_fix_once(report: R
         "        why: it waits",
         "        to change it: call vector_norm",
         "      norm_vjp makes 1 op eager: data-dependent",
-        "        why: the host waits for <f51>",
+        "        why: as above",
         "        to change it: as above",
         "      torch.add in a sum of gradients makes 1 op eager: data-dependent",
-        "        why: the host waits for <f51>",
+        "        why: as above",
         "        to change it: as above",
         "  a line unknown to Dynamo",
         "      graph break after Net, graph 1: a line that nobody knows",
@@ -76,12 +76,19 @@ def test_many_lines_say_a_long_fix_once_and_the_last_ones_are_counted(report: Re
     long, short = "keep the value on the device " * 4, "keep it"
     (cause,) = report.causes
     many = tuple(
-        replace(cause, place=f"at model.py:{i}", fix=short if i == 2 else long, added_regions=99 - i)
+        replace(
+            cause,
+            place=f"at model.py:{i}",
+            detail=f"{long}, as it waits",
+            fix=short if i == 2 else long,
+            added_regions=99 - i,
+        )
         for i in range(1, 40)
     )
     first, *said = lines.by_line(Report(report.traces, causes=many))
     assert first == lines.HEADING and said[3] == f"        to change it: {long}"
     assert said[7] == f"        to change it: {short}" and said[11] == "        to change it: as for model.py:1"
+    assert said[2] == f"        why: {long}, as it waits" and said[10] == "        why: as for model.py:1"
     assert len(said) == 30 * 4 + 1 and said[-1] == "  9 more lines: see explain(fn).causes, .breaks and .outside"
 
 

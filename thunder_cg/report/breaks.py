@@ -118,7 +118,7 @@ def recompilations(backend: Any) -> Iterator[Recompilation]:
 
     alike: dict[Any, list[Any]] = {}
     for each in recompiled(backend):
-        alike.setdefault((each.function, each.line, re.split(r" [=!<>]=? ", each.condition)[0]), []).append(each)
+        alike.setdefault((each.function, each.line, re.split(r" [=!<>]=? |\. expected ", each.condition)[0]), []).append(each)
     for (function, line, _), all_ in alike.items():
         condition = all_[0].condition
         yield Recompilation(function, condition, line, len(all_), condition.startswith(MODE))
@@ -223,7 +223,8 @@ def _understood(said: str, frames: Sequence[SourceLine]) -> tuple[str, str]:
         operator = re.sub(r"aten\._?unique\w*", "torch.unique", sized[1])
         about = " ".join(_NONZERO.findall(line)) if operator == "aten.nonzero" else operator  # which x[mask] calls, too
         fix = for_size(about) if operator.startswith(("aten.", "torch.")) else _OUTSIDE
-        return f"the size of what {operator} returns depends on what tensors hold", fix
+        users = "nonzero returns, which x[mask] and torch.where(mask) call," if operator == "aten.nonzero" else ""
+        return f"the size of what {users or f'{operator} returns'} depends on what tensors hold", fix
     explained = next((line.partition(": ")[2] for line in rest if line.startswith("Explanation: ")), "")
     first = explained.rstrip(".") if first in _VAGUE and explained else first
     hints = [line.removeprefix("Hint: ") for line in rest if line.startswith("Hint: ")]
