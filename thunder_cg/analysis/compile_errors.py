@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from thunder_cg import errors
-from thunder_cg.analysis.advice import SLICE, for_size
+from thunder_cg.analysis.advice import PACKS, PADDED, SLICE, for_size
 from thunder_cg.analysis.rules import KEEP_ON_DEVICE
 from thunder_cg.analysis.sources import LOOKED_UP
 from thunder_cg.errors import CudagraphError
@@ -42,9 +42,10 @@ _HINTS: dict[tuple[str, ...], str] = {
     ("trying to set .", "Modifications "):
         "for an attribute, an item or a global variable that is set, return the value instead, or use "
         "thunder_cg.thunderfx, which leaves it to Python",
+    (PACKS,): f"for a packed sequence, {PADDED}",
     ("data dependen", "DataDependentOutput", "tolist"):
-        "for a branch on what a tensor holds, or for int(), float() or `.tolist()` of it, use thunder_cg.thunderfx, "
-        "which leaves it to Python",
+        "for a branch on what a tensor holds, or for int(), float() or `.tolist()` of it, choose with "
+        "torch.where(condition, a, b) if it is a branch, or use thunder_cg.thunderfx, which leaves it to Python",
     ("is not a valid index for length", "None had an unexpected type"):
         f"for a number that is read from a tensor and bounds a slice, {SLICE}",
     (r"real number, not 'NoneType'", r"unsupported operand type\(s\) for .*'NoneType'", "Proxy name="):
