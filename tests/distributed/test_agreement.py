@@ -75,3 +75,12 @@ def test_ranks_that_count_otherwise(threads: None, uncounted: Sequence[int]) -> 
     for thread in running:
         thread.join(20)
     assert all(each[-4:] == [True] * 4 for each in found), found
+
+
+def test_a_rank_that_has_waited_in_vain_very_often(threads: None) -> None:
+    """Half of the time after each time-out is no time at some point, and no error."""
+    group = Group(HashStore(), 0, threading.Barrier(2))
+    votes = agreement.Collectives([group], asks=True, watch=lambda groups: None).next_round()
+    agreement._states[group].timeouts = 5000
+    with pytest.raises(RanksDiffer, match="did not answer within 0.1 s"):
+        votes.ask("before", "the same")

@@ -273,7 +273,7 @@ class Round:
         if could_replay:  # another rank may not have seen that there is a meeting
             return _MEETING_TIMEOUT
         shortest = _MEETING_TIMEOUT if self._is_meeting else _SHORTEST
-        return max(_TIMEOUT / 2**state.timeouts, shortest)
+        return max(_TIMEOUT * 0.5**state.timeouts, shortest)
 
     def _compare(self, group: ProcessGroup, number: _Number, stage: str, subject: str, patience: float) -> bool:
         """Whether all other ranks could replay; raises `RanksDiffer` unless they vote for ``subject``."""
