@@ -15,7 +15,7 @@ import pytest
 from thunder.distributed.prims import DistributedReduceOps
 from torch.distributed import ProcessGroup
 
-from thunder_cg.analysis import collectives, pieces
+from thunder_cg.analysis import classify, collectives, pieces
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.collectives import Scheduler, waits_before_writes
 from thunder_cg.analysis.dependencies import dependencies
@@ -138,6 +138,21 @@ def test_small_collectives_of_a_kind_are_one_launch(trace, monkeypatch, kind, ra
         t.op(f"torch_{kind}_prim_impl", f"p{i}", f"f{i}", symbol=bound)
     ops = t.done()
     assert len(collectives.coalesced(ops.ops, ops.values)) == launches
+
+
+@pytest.mark.parametrize("nbytes", [1 << 10, 1 << 20])
+def test_memory_does_not_decide_what_is_one_launch(trace, monkeypatch, nbytes):
+    """A rank with a small batch would have one region and one launch where others keep the order of the trace."""
+    monkeypatch.setattr(classify, "capture_problem", lambda group, device_type: None)  # it asks a group that works
+    t, bound = trace(**{f"b{i}": nbytes for i in range(8)}), Bound((ProcessGroup(0, 2),))
+    for i in range(2):
+        t.op("torch_all_gather_prim_impl", f"a{i}", f"f{i}", symbol=bound)
+    for i in range(8):
+        t.add("a", f"b{i}").add("a", f"g{i}").item(f"b{i}", f"n{i}")
+    for i in range(2):
+        call(t, "wait", f"f{i}", f"w{i}")
+    (region,) = t.returns("w0 w1").regions()
+    assert region[:2] == (0, 1)
 
 
 def test_what_differs_is_not_one_launch(trace):

@@ -11,7 +11,7 @@ import thunder
 import torch
 from ranks import Ranks
 from test_parallel import same_bits
-from test_whole_steps import graphed, same_bits as same_bits_of_steps
+from test_whole_steps import counts_less, graphed, same_bits as same_bits_of_steps
 from torch import distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
@@ -121,3 +121,10 @@ def meets(train: Callable[..., Any], lost: int) -> tuple[int, list[int]]:
 def test_ranks_of_a_mesh_get_together_again(four: Ranks, train: Callable[..., Any], lost: int) -> None:
     """One rank has lost its recording, and shares no group with another one that has to capture, too."""
     assert four.run(meets, train, lost, timeout=120.0) == [(0, [2, 2])] * 4
+
+
+@pytest.mark.nightly
+def test_ranks_that_have_counted_less(four: Ranks) -> None:
+    """Each of them by another number of calls."""
+    found = four.run(counts_less, (0, 1, 2, 3), timeout=120.0)
+    assert len({replays for replays, _ in found}) == 1 and found[0][0] >= 3, found

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import count
+from multiprocessing.pool import ThreadPool
 from types import SimpleNamespace
 
 import pytest
@@ -222,6 +226,13 @@ def test_time_outs_get_short(store: HashStore, group: Group, monkeypatch: pytest
         collectives.next_round().ask("before", "subject")
 
 
+def test_a_rank_that_has_asked_in_vain_very_often(store: HashStore, group: Group) -> None:
+    votes = Collectives([group], asks=True, watch=watched).next_round()
+    agreement._states[group].timeouts = 5000  # half as long so often is less than a float can be
+    with pytest.raises(RanksDiffer, match=r"did not answer within 0.02 s"):
+        votes.ask("before", "subject")
+
+
 def test_after_a_capture(store: HashStore, group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks are at the same capture, so they get time for it, and another one is one for ever."""
     monkeypatch.setattr(distributed, "ranks", lambda group: [4, 6])
@@ -318,20 +329,52 @@ def test_a_rank_that_is_elsewhere(store: HashStore, group: Group) -> None:
 
 
 def test_a_rank_that_has_counted_less(store: HashStore, group: Group) -> None:
-    """It counts as another one does once it hears twice of the same difference, in calls and in those of a step."""
+    """It counts as another one does once it hears twice of the same difference."""
     collectives = Collectives([group], asks=True, watch=watched)
-    for place in ((), (5,)):
-        calls = agreement._states[group]
-        calls.place, calls.calls = place, 0
-        for other in (3, 5, 6, 7):
-            number = ".".join(map(str, (*place, other)))
-            store.set(f"thunder_cg/1/{1 + len(place)}/before/1", f"{number} subject")
-            if other == 7:
-                collectives.next_round().ask("before", "subject")
-                continue
-            with pytest.raises(RanksDiffer, match=f"it is at call {number} that communicates in the group"):
-                collectives.next_round().ask("before", "subject")
-        assert calls.calls == 7
+    for other in (3, 5, 6):
+        Other(store).says(other, "before", "subject")
+        with pytest.raises(RanksDiffer, match=f"it is at call {other} that communicates in the group"):
+            collectives.next_round().ask("before", "subject")
+    Other(store).says(7, "before", "subject")
+    collectives.next_round().ask("before", "subject")
+
+
+class Thread:
+    """A group as one of several ranks has it that are threads, and meet in each collective."""
+
+    def __init__(self, rank: int, ranks: threading.Barrier) -> None:
+        self.rank, self.size, self.communicate = (lambda: rank), (lambda: ranks.parties), partial(ranks.wait, 10)
+
+
+def captures(group: Thread, uncounted: int) -> list[bool]:
+    """Which of twelve calls a rank captures, if it makes the collectives of the first ones by itself."""
+    collectives, found = Collectives([group], asks=True, watch=watched), []
+    for i in range(12):
+        if i >= uncounted:
+            votes = collectives.next_round()
+            try:
+                votes.ask("before", "subject")
+                votes.ask("after", "subject")
+                found.append(True)
+            except RanksDiffer:
+                found.append(False)
+        group.communicate()
+    return found
+
+
+@pytest.mark.parametrize("uncounted", [(0, 2, 3), (3, 0, 1, 2), (0, 1, 2, 3)])
+def test_ranks_that_all_count_otherwise(
+    store: HashStore, uncounted: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each lacks another number of calls, and all agree after they have asked in vain a few times."""
+    monkeypatch.setattr(agreement, "_TIMEOUT", 0.2)
+    monkeypatch.setattr(agreement, "_SHORTEST", 0.1)
+    monkeypatch.setattr(agreement, "_CAPTURE_TIMEOUT", 10.0)
+    ranks = threading.Barrier(len(uncounted))
+    groups = [Thread(rank, ranks) for rank in range(len(uncounted))]
+    with ThreadPool(len(uncounted)) as threads:
+        found = threads.starmap(captures, zip(groups, uncounted), chunksize=1)
+    assert all(each[-3:] == [True] * 3 for each in found), found
 
 
 def test_keys_are_few_and_a_new_group_has_others(store: HashStore, group: Group) -> None:

@@ -43,7 +43,8 @@ _REDUCTIONS = frozenset({"torch_all_reduce_prim_impl", "torch_reduce_scatter_pri
 # Small collectives of one kind, group and dtype are issued together. A gather moves bits as they are. A reduction sums
 # over ranks, and NCCL chooses the order of a sum by the size of a launch. Two numbers have one sum in either order, so
 # reductions are coalesced in groups of two ranks only. All ranks coalesce alike, also in calls that run eagerly: what
-# is launched together follows from the trace, too.
+# is launched together follows from the trace, too. It must not depend on the sizes of activations: `partition` weighs
+# its orders by memory only where both launch the same together.
 
 
 def schedule_collectives(trace: compat.TraceCtx) -> compat.TraceCtx:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.classify import Verdict
+from thunder_cg.analysis.collectives import coalesced
 from thunder_cg.analysis.dependencies import dependencies
 from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.analysis.rules import Reason
@@ -69,13 +70,30 @@ def partition(ops: Ops, verdicts: Sequence[Verdict], aliasing: Aliasing) -> Plan
     On each device, no order that respects `dependencies` has fewer regions. With several devices this is nearly so; an
     exact answer would need a search. Among the orders with as few regions, ops stay as close to trace order as they
     can. Trace order itself is kept where regrouping would raise the estimated peak memory by more than a tenth. A
-    collective and its wait stay in one region, or stay eager.
+    collective and its wait stay in one region, or stay eager. Those that are launched together are not chosen by the
+    memory, since another rank may have a smaller batch.
     """
-    plan = _partition(ops, verdicts, aliasing)
+    plan = _whole(ops, verdicts, aliasing, by_memory=True)
+    if not aliasing.collectives:
+        return plan
+    regrouped = _whole(ops, verdicts, aliasing, by_memory=False)
+    return plan if _launches(ops, plan) == _launches(ops, regrouped) else regrouped
+
+
+def _whole(ops: Ops, verdicts: Sequence[Verdict], aliasing: Aliasing, *, by_memory: bool) -> Plan:
+    """A plan in which no collective is apart from its wait."""
+    plan = _partition(ops, verdicts, aliasing, by_memory=by_memory)
     while parted := _parted(ops, plan):
         verdicts = [parted.get(i, verdict) for i, verdict in enumerate(verdicts)]
-        plan = _partition(ops, verdicts, aliasing)
+        plan = _partition(ops, verdicts, aliasing, by_memory=by_memory)
     return plan
+
+
+def _launches(ops: Ops, plan: Plan) -> list[list[int]]:
+    """The collectives that one launch makes, where those are several."""
+    regions = [[ops.ops[i] for i in step.ops] for step in plan.steps if isinstance(step, Region)]
+    launches = ([region[i].index for i in each] for region in regions for each in coalesced(region, ops.values))
+    return [launch for launch in launches if len(launch) > 1]
 
 
 def _parted(ops: Ops, plan: Plan) -> dict[int, Verdict]:
@@ -110,13 +128,13 @@ def _apart(verdict: Verdict, both: Sequence[Verdict]) -> Verdict:
     return replace(verdict, capture=False, reason=Reason.COLLECTIVE, detail=detail, fix=fix)
 
 
-def _partition(ops: Ops, verdicts: Sequence[Verdict], aliasing: Aliasing) -> Plan:
+def _partition(ops: Ops, verdicts: Sequence[Verdict], aliasing: Aliasing, *, by_memory: bool) -> Plan:
     graph = DependencyGraph.of(ops, verdicts, aliasing)
     memory = PeakMemory.of(ops, set(graph.colors), aliasing)
     in_order = _runs(range(len(ops.ops)), graph.colors)
     runs = _runs(graph.schedule(), graph.colors)
     before, after = (memory.peak(op for _, members in order for op in members) for order in (in_order, runs))
-    if after <= max(before * _PEAK_GROWTH, before + _PEAK_SLACK):
+    if not by_memory or after <= max(before * _PEAK_GROWTH, before + _PEAK_SLACK):
         return _plan(ops, verdicts, graph, runs, "")
     note = f"kept in trace order: regrouping would raise the estimated peak memory from {before:,} to {after:,} bytes"
     return _plan(ops, verdicts, graph, in_order, note if len(in_order) > len(runs) else "")

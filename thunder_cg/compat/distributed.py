@@ -89,9 +89,13 @@ _DDP = (
     "DistributedDataParallel counts gradients in C++ as they come, and a capture that fails would leave it in between",
     "take thunder.distributed.ddp instead of it",
 )
+# Between its hooks, fully_shard keeps which parameters a module has, gathered ones or shards; their storages, which are
+# empty while there are shards; the order of modules; the callback at the end of the backward; gradients that are not
+# synchronized yet; on CUDA its streams, and events of the last gather and reduction. A step ends with shards. But a
+# capture that fails ends between the hooks, and nothing but the rest of the backward leads out.
 _FSDP = (
-    "PyTorch's FSDP gives parameters other memory in each step, and Python does that",
-    "take thunder.distributed.fsdp instead of it",
+    "PyTorch's FSDP gathers and frees parameters in hooks, and a capture that fails would leave these in between",
+    "compile its modules with thunderfx, which captures their forward and backward, or take thunder.distributed.fsdp",
 )
 _POINT_TO_POINT = ("recv", "recv_anysource", "send")
 _METHODS = (

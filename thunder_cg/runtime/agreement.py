@@ -11,9 +11,10 @@ Note [Agreement of ranks]
     once they have agreed. So one rank that differs costs little, and all can agree again whenever they do the same.
     A call that raises before it communicates gives its number to the next one, which meets those that wait for it. It
     has communicated once PyTorch has issued something, or a graph with its collectives was launched. A rank may also
-    make what others call by itself, as `Join` does for one without batches, and count less. So whoever hears twice in a
-    row that another rank is the same number of calls ahead counts on from there. If that rank was only early, it counts
-    less then, and hears of it likewise.
+    make what others call by itself, as `Join` does for one without batches, and count less. So whoever asks in vain
+    looks where all others are. If one is as many calls ahead as it was the last time, this rank counts on from there;
+    from the farthest one, if there are several. So all ranks number alike once they have asked in vain a few times,
+    however they differed. If the other rank was only early, it counts less then, and hears of it likewise.
 
 Note [Meetings]
     A rank that needs a capture while the others replay would stay eager, and all would wait for it. So it asks for a
@@ -106,8 +107,7 @@ class _GroupState:
         self.place: _Number = ()  # the call that its calls are numbered within
         self.calls = 0  # that communicate in it
         self.before: _Issued | None = None  # the last of them
-        self.behind = 0  # how many more another rank had counted, when this one last heard of it
-        self.heard: dict[int, _Number] = {}  # by rank, the call that it last heard of, if that was ahead
+        self.ahead: dict[int, tuple[int, int]] = {}  # by rank: the later call that it was at, and by how many
         self.is_captured = False  # whether they are in the capture of a step, and so are none
         self.generation: int | None = None  # see Note [Keys in the store]
         self.timeouts = 0  # since the ranks last agreed, and half of those before
@@ -134,12 +134,19 @@ class _GroupState:
                 for group, issued in before.items()
             )
 
-    def catch_up(self, number: _Number, other: _Number) -> None:
-        """Another rank has said ``other`` of its last call, and this one has asked with ``number``."""
-        if self.place == number[:-1] == other[:-1]:
-            behind, self.behind = self.behind, other[-1] - number[-1]
-            if behind == self.behind:
-                self.calls, self.behind = self.calls + behind, 0
+    def catch_up(self, number: _Number, others: Mapping[int, _Number]) -> None:
+        """This rank has asked with ``number`` in vain, and the ``others`` are at these calls, by rank."""
+        if self.place:
+            return  # the next step begins to count anew
+        counts_on, later = 0, {}
+        for rank, (call,) in others.items():
+            if (by := call - number[0]) > 0:
+                known, was_by = self.ahead.get(rank, (call, by))
+                if known != call and was_by == by:
+                    counts_on = max(counts_on, by)
+                later[rank] = call, by
+        self.calls += counts_on
+        self.ahead = {rank: (call, by - counts_on) for rank, (call, by) in later.items()}
 
     def meets(self) -> bool:
         """Whether the next call is one of a meeting. Calls in a step are none."""
@@ -217,12 +224,17 @@ class Round:
                 all_could &= self._compare(group, number, stage, its, patience)
             except RanksDiffer as problem:
                 self.refuse(stage, str(problem), may_pass=problem.may_pass)  # for those that still wait, or ask later
+                with suppress(RuntimeError):  # the store is gone
+                    said = {index: _said(group, number, stage, index) for index, _ in _other_ranks(group)}
+                    _states[group].catch_up(
+                        number, {index: max(calls, default=number) for index, calls in said.items()}
+                    )
                 if problem.no_answer and self._clock is not None:
                     _ask_for_meeting(*self._clock)
                 raise
         for group in self._numbers if not (self._has_agreed or all_could) else ():
             _states[group].timeouts //= 2  # the others are there again
-            _states[group].behind = 0
+            _states[group].ahead.clear()
         self._has_agreed = True
         return all_could
 
@@ -233,7 +245,7 @@ class Round:
         if could_replay:  # another rank may not have seen that there is a meeting
             return _MEETING_TIMEOUT
         shortest = _MEETING_TIMEOUT if self._is_meeting else _SHORTEST
-        return max(_TIMEOUT / 2**state.timeouts, shortest)
+        return max(_TIMEOUT * 0.5**state.timeouts, shortest)
 
     def _compare(self, group: ProcessGroup, number: _Number, stage: str, subject: str, patience: float) -> bool:
         """Whether all other ranks could replay; raises `RanksDiffer` unless they vote for ``subject``."""
@@ -348,21 +360,23 @@ def _count(groups: Iterable[ProcessGroup], clock: _Clock | None, before: _Issued
             _look_for_meeting(group, state)
 
 
+def _said(group: ProcessGroup, number: _Number, stage: str, rank: int) -> dict[_Number, str]:
+    """What another rank has said last, by call: whoever has voted may decline a later call."""
+    keys = [_key(group, number, each, rank) for each in ("", stage)]
+    put = [found.split(" ", 1) for key in keys if (found := _get(distributed.store(group), key)) is not None]
+    return {tuple(map(int, text.split("."))): vote for text, vote in put if vote != _NOTHING}
+
+
 def _vote(group: ProcessGroup, number: _Number, stage: str, rank: int, deadline: float) -> str | None:
-    """What another rank says; None if it says nothing in time."""
-    store = distributed.store(group)
-    keys = [_key(group, number, each, rank) for each in ("", stage)]  # whoever has voted may decline a later call
+    """What another rank says of the call, which it declines if it is at a later one; None if nothing in time."""
 
     def look() -> str | None:
-        said = [put.split(" ", 1) for key in keys if (put := _get(store, key)) is not None]
-        calls = {tuple(map(int, text.split("."))): vote for text, vote in said if vote != _NOTHING}
-        latest, heard = max(calls, default=number), _states[group].heard
-        if number not in calls and latest > number and latest != heard.get(rank):  # not once more of the same call
-            heard[rank] = latest
-            _states[group].catch_up(number, latest)
-            now = f"it is at call {_text(latest)} that communicates in the group, and this rank at {_text(number)}"
-            return f"{_NO}{now}; call modules and steps on all ranks alike"
-        return calls.get(number)
+        said, known = _said(group, number, stage, rank), _states[group].ahead.get(rank)
+        latest = max(said, default=number)
+        if number in said or latest <= number or (known is not None and known[:1] == latest):
+            return said.get(number)  # what it has said of a later call once is no answer to the next one
+        now = f"it is at call {_text(latest)} that communicates in the group, and this rank at {_text(number)}"
+        return f"{_NO}{now}; call modules and steps on all ranks alike"
 
     return _awaited(look, deadline)
 
