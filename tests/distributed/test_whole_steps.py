@@ -178,7 +178,9 @@ def meets(what: str) -> dict[str, list[Any]]:
                 step.release()
             batch = 3 + i % 2 if what == "other batches" and is_other else 4
             with patch.multiple(agreement, _TIMEOUT=1.0, _MEETING_TIMEOUT=10.0, _PERIOD=5, _MEETING=4):
-                values += [step(parallel.tokens(i, batch=batch)).clone(), *state_of(model)]
+                loss = step(parallel.tokens(i, batch=batch)).clone()
+                loss.item()  # so neither rank runs ahead
+                values += [loss, *state_of(model)]
         found.append(values)
     in_python = dict(step.in_python)
     return {"differing": parallel.differing(*found), "n": (step.captures, step.replays), "in_python": in_python}

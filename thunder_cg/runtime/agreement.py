@@ -12,9 +12,10 @@ Note [Agreement of ranks]
     A call that raises before it communicates gives its number to the next one, which meets those that wait for it. It
     has communicated once PyTorch has issued something, or a graph with its collectives was launched. A rank may also
     make what others call by itself, as `Join` does for one without batches, and count less. So whoever asks in vain
-    looks where all others are. If one is as many calls ahead as it was the last time, this rank counts on from there;
-    from the farthest one, if there are several. So all ranks number alike once they have asked in vain a few times,
-    however they differed. If the other rank was only early, it counts less then, and hears of it likewise.
+    looks where all others are, and waits for one that has given the call up to show that. If one is as many calls ahead
+    as it was the last time, this rank counts on from there; from the farthest one, if there are several. So all ranks
+    number alike once they have asked in vain a few times, however they differed. If the other rank was only early, it
+    counts less then, and hears of it likewise.
 
 Note [Meetings]
     A rank that needs a capture while the others replay would stay eager, and all would wait for it. So it asks for a
@@ -83,8 +84,9 @@ _SHORTEST = 0.02  # after many time-outs in a row
 _PERIOD, _MEETING = 256, 32  # calls: see Note [Meetings]
 _MAX_PAUSE = 16  # periods
 _MEETING_TIMEOUT = 0.5  # seconds
+_LOOK = 0.5  # seconds for a rank that has asked in vain to ask again
 _SILENCE = 10.0  # seconds after which the log says what a rank waits for, and does so again
-_NO, _NEVER, _NOTHING = "no: ", "never: ", ""
+_NO, _LATE, _NEVER, _NOTHING = "no: ", "late: ", "never: ", ""  # _LATE: some rank has not answered in time
 _HAS = " again"  # ends a vote of one that could replay
 _ALONE = "alone: "  # begins the options of a function that only this rank has compiled
 
@@ -223,7 +225,8 @@ class Round:
                 patience = self._patience(_states[group], could_replay=could_replay)
                 all_could &= self._compare(group, number, stage, its, patience)
             except RanksDiffer as problem:
-                self.refuse(stage, str(problem), may_pass=problem.may_pass)  # for those that still wait, or ask later
+                word = _LATE if problem.no_answer else _NO if problem.may_pass else _NEVER
+                self._put(stage, f"{word}{problem}")  # for those that still wait, or ask later
                 with suppress(RuntimeError):  # the store is gone
                     said = {index: _said(group, number, stage, index) for index, _ in _other_ranks(group)}
                     _states[group].catch_up(
@@ -259,10 +262,13 @@ class Round:
                 state.timeouts += 1
                 problem = f"rank {rank} did not answer within {patience:g} s: it replays, or is busy"
                 raise RanksDiffer(problem, may_pass=True, no_answer=True)
-            for word in (_NO, _NEVER):
+            if vote.startswith(_LATE):  # it has left the call, and shows at its next one whether it counts more
+                state.timeouts += 1
+                _awaited(partial(_next_call, group, number, stage, index), time.monotonic() + min(patience, _LOOK))
+            for word in (_NO, _LATE, _NEVER):
                 if vote.startswith(word):
                     problem = f"rank {rank} does not capture it: {vote.removeprefix(word)}"
-                    raise RanksDiffer(problem, may_pass=word is _NO)
+                    raise RanksDiffer(problem, may_pass=word is not _NEVER)
             if vote.removesuffix(_HAS) != subject:
                 problem = f"rank {rank} captures something else: other ops, or inputs of another layout"
                 raise RanksDiffer(problem, may_pass=not self._has_agreed)
@@ -365,6 +371,12 @@ def _said(group: ProcessGroup, number: _Number, stage: str, rank: int) -> dict[_
     keys = [_key(group, number, each, rank) for each in ("", stage)]
     put = [found.split(" ", 1) for key in keys if (found := _get(distributed.store(group), key)) is not None]
     return {tuple(map(int, text.split("."))): vote for text, vote in put if vote != _NOTHING}
+
+
+def _next_call(group: ProcessGroup, number: _Number, stage: str, rank: int) -> str | None:
+    """A later call that another rank is at; None if it is at none."""
+    latest = max(_said(group, number, stage, rank), default=number)
+    return _text(latest) if latest > number else None
 
 
 def _vote(group: ProcessGroup, number: _Number, stage: str, rank: int, deadline: float) -> str | None:
