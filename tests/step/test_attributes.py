@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 
 import pytest
 import torch
+from support import same
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
@@ -230,12 +231,62 @@ def test_a_trainer_that_counts_and_keeps_things(step_twins):
 
 
 @pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")
-@pytest.mark.parametrize(("kind", "changed"), [(Counting, "self.global_step"), (Noting, "len(self.sizes)")])
-def test_what_a_step_writes_is_a_fact(step_twins, kind, changed):
-    step = step_twins.graphed(kind(step_twins.model()).step)
+def test_what_a_step_writes_is_a_fact(step_twins):
+    step = step_twins.graphed(Noting(step_twins.model()).step)
     for _ in range(5):
         step(*step_twins.batch())
-    assert step.captures == 0 and f"{changed} changed from" in str(explain(step)), explain(step)
+    assert step.captures == 0 and "len(self.sizes) changed from" in str(explain(step)), explain(step)
+
+
+class Reading(Counting):
+    """Reads what it counts, where no bytecode tells."""
+
+    def step(self, x, y):
+        loss = super().step(x, y)
+        return loss * getattr(self, "global_" + "step")
+
+
+class Setting(Counting):
+    def step(self, x, y):
+        global SETS
+        SETS += 1
+        loss = super().step(x, y)
+        set_epoch(self)
+        return loss
+
+
+class InACircle(Counting):
+    """No replay would do what happens when somebody sets the number."""
+
+    def __setattr__(self, name, value):
+        object.__setattr__(self, name, value % 4 if type(value) is int else value)
+
+
+SETS = 0
+
+
+def set_epoch(trainer):
+    global SETS
+    SETS += 1
+    trainer.epoch = 3
+
+
+@pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")
+@pytest.mark.parametrize(("kind", "replays"), [(Counting, 5), (Reading, 0), (Setting, 0), (InACircle, 0)])
+def test_an_object_that_is_passed_on_counts(step_twins, kind, replays):
+    """It counts on, also from what the user sets."""
+    trainers, results = [kind(step_twins.model()) for _ in range(2)], []
+    for trainer, step in zip(trainers, (trainers[0].step, step_twins.graphed(trainers[1].step))):
+        torch.manual_seed(1)
+        trainer.epoch, found = 3, []
+        for i in range(10):
+            found.append([step(*step_twins.batch()).detach(), trainer.global_step, trainer.epoch])
+            if i == 7:
+                trainer.global_step = -4
+            trainer.epoch = i if i > 5 else 3
+        results.append(found)
+    same(*results)
+    assert step.replays >= replays and (replays or step.captures <= 2), explain(step)
 
 
 @pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")

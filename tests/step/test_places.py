@@ -22,6 +22,7 @@ LAST, STEPS = None, 0
 @dataclass(slots=True)
 class Slots:
     loss: Any = None
+    calls: int = 0
 
 
 class Keeper:
@@ -277,10 +278,15 @@ class Counted(nn.Module):
         return x / (1 + getattr(self, "steps")) if self.of == "getattr" else x  # noqa: B009
 
 
+def count_for(passed_on):
+    passed_on.calls += 1
+
+
 def numbers(model):
     keeper, metrics, inner, calls = Keeper(model), Slots(0), Counted(), 0
     keeper.before = SimpleNamespace(seen=3)
     keeper.epochs = 1
+    keeper.stats, keeper.left = {"steps": 0, "left": 9}, 5
     model.append(inner)
 
     def keep(loss, logits):
@@ -292,9 +298,14 @@ def numbers(model):
         STEPS += size
         metrics.loss += 2 if size > 1 else 1
         keeper.before.seen += len(logits)
+        keeper.stats["steps"] += len(logits)
+        keeper.stats["left"] = keeper.stats["left"] - 1
+        keeper.left = keeper.left + size
+        count_for(metrics)
 
     def found():
         counts = STEPS, calls, metrics.loss, keeper.before.seen, keeper.epochs, inner.steps, inner.seen
+        counts += (*keeper.stats.values(), keeper.left, metrics.calls)
         return torch.tensor([*counts, *inner.means])
 
     return keep, found, keeper, inner
@@ -311,6 +322,7 @@ def test_numbers_that_grow(step_twins):
             keeper.before = SimpleNamespace(seen=2**40)
         elif i == 8:
             del keeper.epochs  # that of the class counts now
+            keeper.stats = {"steps": 2**40, "left": 0}
 
     def run(graphed):
         global STEPS
@@ -498,12 +510,24 @@ def counts(keeper):
     return keep, lambda: torch.tensor(keeper.before)
 
 
-def counts_in_a_circle(model):
-    class Circle(Keeper):
-        def __setattr__(self, name, value):
-            object.__setattr__(self, name, value % 4 if type(value) is int else value)
+class Circle(Keeper):
+    def __setattr__(self, name, value):
+        object.__setattr__(self, name, value % 4 if type(value) is int else value)
 
+
+def counts_in_a_circle(model):
     return counts(Circle(model))
+
+
+def counts_in_a_circle_of_a_global(model):
+    global CIRCLE
+    CIRCLE = Circle(model)
+    CIRCLE.before = 0
+
+    def keep(loss, logits):
+        CIRCLE.before += 1
+
+    return keep, lambda: torch.tensor(CIRCLE.before)
 
 
 def counts_in_a_circle_of_a_descriptor(model):
@@ -595,6 +619,7 @@ REFUSED = {
     adds_a_number_to_itself: "keeper.before changed from",
     adds_a_fraction: "keeper.before changed from",
     counts_in_a_circle: "keeper.before changed from",
+    counts_in_a_circle_of_a_global: "CIRCLE.before changed from",
     counts_in_a_circle_of_a_descriptor: "keeper.before changed from",
     gives_an_attribute: "keeper.loss changed",
     keeps_a_dictionary_of_before: "keep a copy, such as dict(metrics)",

@@ -10,7 +10,7 @@ Note [How lookups are seen]
     The class of an object gets a ``__getattribute__`` and a ``__setattr__`` for the time of the run, which all lookups
     go through, also those of slots, of C code and on other threads. Whoever gets the ``__dict__``, or copies or pickles
     the object, may have looked up everything. What the code only adds to, in ``self.steps += 1``, is not looked up, if
-    the bytecode of the step has told of it. Names are kept by class. All attributes of an object are facts if its
+    the object is a part of the state. Names are kept by class. All attributes of an object are facts if its
     class cannot be changed, looks attributes up by itself, or is used in what Thunder or Dynamo compile: they look
     attributes up where nobody sees it, and Dynamo does not compile what such a class does.
 """
@@ -70,6 +70,7 @@ class Attributes:
         self.seen = 0
         self.newest = ""
         self.grown: dict[tuple[int, str], Any] = {}  # objects, by them and names: what the last run has only added to
+        self.grows: dict[tuple[int, str], tuple[Any, str]] = {}  # in the same way: what runs have only added to
         self._names: dict[type, dict[str, None]] = {}
         self._whole: set[type] = set()
         self._is_whole = False
@@ -103,8 +104,7 @@ class Attributes:
 
     def _add_all(self, kind: type) -> None:
         if self._names.pop(kind, None) is not None:
-            self.seen += 1
-            self.newest = f"any attribute of a {kind.__name__}"
+            self._note_new(f"any attribute of a {kind.__name__}")
         self._whole.add(kind)
 
     def _note(self, value: Any, name: str) -> None:
@@ -118,19 +118,31 @@ class Attributes:
         elif caller is not None and _only_adds(caller) and type(own_attributes(value).get(name)) in (*GROWING, int):
             self.grown[id(value), name] = value
         else:
-            self._add(kind, name)
+            self.add(kind, name)
 
-    def _add(self, kind: type, name: str) -> None:
+    def add(self, kind: type, name: str) -> None:
+        """An attribute counts as looked up."""
         if name not in self._names.get(kind, (name,)):
             self._names[kind][name] = None
-            self.seen += 1
-            self.newest = f"the attribute {name} of a {kind.__name__}"
+            self._note_new(f"the attribute {name} of a {kind.__name__}")
 
-    def add_grown(self, known: Container[Any]) -> None:
-        """What the last run has only added to counts as looked up, but for what is known to grow, by place."""
-        for (_, name), value in self.grown.items():
-            if Place.of(value, name).key not in known:
-                self._add(type(value), name)
+    def add_grown(self, known: Container[Any], objects: Iterable[Any]) -> None:
+        """Notes what the last run has only added to, but for what is known to grow, by place.
+
+        Of other objects than these it counts as looked up.
+        """
+        objects = {*map(id, objects)}
+        for (i, name), value in self.grown.items():
+            if Place.of(value, name).key in known:
+                continue
+            if i in objects and (i, name) not in self.grows:
+                self.grows[i, name] = value, name
+                self._note_new(f"the attribute {name} of a {type(value).__name__}")
+            else:
+                self.add(type(value), name)
+
+    def _note_new(self, newest: str) -> None:
+        self.seen, self.newest = self.seen + 1, newest
 
     @contextmanager
     def watched(self, values: Iterable[Any] = ()) -> Iterator[None]:
@@ -149,7 +161,7 @@ class Attributes:
             now = own_attributes(value)
             for name in now.keys() | then.keys():
                 if now.get(name, MISSING) is not then.get(name, MISSING) and (id(value), name) not in self.grown:
-                    self._add(type(value), name)
+                    self.add(type(value), name)
 
 
 def own_attributes(value: Any) -> dict[str, Any]:

@@ -99,23 +99,27 @@ def _is_slot(holder: Any, name: str) -> bool:
     return is_member and may_change(type(holder))  # others may be read-only
 
 
-def places_of(path: Path) -> Iterator[Place]:
-    """What a path leads through."""
+def steps_of(path: Path) -> Iterator[tuple[Any, Place]]:
+    """What a path leads through: what has each name, and its place."""
     value, names = path
     if isinstance(value, types.CellType):
-        yield Place(value, "")
+        yield value, Place(value, "")
         value = Place(value, "").get()
     for i, name in enumerate(names):
         if value is MISSING or (isinstance(value, Tensor) and name not in vars(value)):
             return
-        yield Place.of(value, name)
+        yield value, Place.of(value, name)
         if i < len(names) - 1:  # the last one may be a property
             value = value.get(name, MISSING) if type(value) is dict else value_of(value, (name,))
 
 
+def places_of(path: Path) -> list[Place]:
+    return [place for _, place in steps_of(path)]
+
+
 def place_of_read(read: Read) -> tuple[Place, ...]:
     """Where the value is that a name leads to now; none if that is not known."""
-    places = () if read.path is None else [*places_of(read.path)]
+    places = () if read.path is None else places_of(read.path)
     return (places[-1],) if places and places[-1].get() is read.get() else ()
 
 

@@ -14,8 +14,8 @@ Note [What only grows]
     ``losses.append(loss)`` and ``losses.extend(...)`` read nothing of the list, so nothing of it has to be as it was: a
     replay appends to the list that is there. If the step reads the list in any other way, that is another read, and
     all of the list is compared. It may be a deque, or an item of a dictionary: ``history["loss"].append(loss)`` reads
-    only which list that is. So it is with an integer that the step only adds to, as in ``self.steps += 1``: a replay
-    adds what the capture has added.
+    only which list that is. So it is with an integer that the step only adds to, as in ``self.steps += 1`` or
+    ``stats["steps"] = stats["steps"] + 1``: a replay adds what the capture has added.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial, partialmethod
 from glob import escape as glob_escape, glob
 from importlib.util import resolve_name
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any, NamedTuple
 
 import thunder
@@ -88,13 +88,24 @@ _OF_TWO = {
     "STORE_FAST_STORE_FAST": ("STORE_FAST", "STORE_FAST"),
 }
 _LOCALS = {"LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW"}
+_ONE_VALUE = {"LOAD_CONST", *_LOCALS}
+_VARIABLES = {"LOAD_GLOBAL", "LOAD_DEREF", *_LOCALS}
+_LOADS = {"LOAD_ATTR", "LOAD_CONST", *_VARIABLES}
 _STORES = {"STORE_ATTR", "STORE_DEREF", "STORE_GLOBAL", "STORE_SUBSCR"}
 GROWING = list, deque  # see Note [What only grows]
 _ADDED_TO = "+="  # in the place of an attribute: the code only adds to what the names before it lead to
+_ADDS = {"+=", "-=", "+", "-", "INPLACE_ADD", "INPLACE_SUBTRACT", "BINARY_ADD", "BINARY_SUBTRACT"}
 _GROWS = {"append", "extend"}
 _LOOKUPS = {"LOAD_ATTR", "LOAD_METHOD"}
 _DICTIONARIES = dict, OrderedDict, defaultdict
-_NEUTRAL = {"CACHE", "COPY", "DUP_TOP", "EXTENDED_ARG", "NOP"}  # what was loaded last stays on top of the stack
+_NEUTRAL = {
+    "CACHE",
+    "COPY",
+    "DUP_TOP",
+    "DUP_TOP_TWO",
+    "EXTENDED_ARG",
+    "NOP",
+}  # what was loaded last stays on top of the stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,7 +420,12 @@ def _read(
             get = partial(look_up, attributes)
             break
         if isinstance(name, _Item):
-            if type(look_up(attributes[: i + 1])) in GROWING:
+            value, is_number = look_up(attributes[: i + 1]), attributes[i + 1 :] == (_ADDED_TO,)
+            if is_number and type(value) is int:
+                where, get = (*attributes[:i], name.key), partial(look_up, attributes[: i + 1])
+                path, label = (start, (*names, *where)), f"{'.'.join((label, *attributes[:i]))}[{name.key!r}]"
+                return (id(start), *names, *where), Read(label, get, path=path, line=line, only_grows=True)
+            if not is_number and type(value) in GROWING:
                 label = f"{'.'.join((label, *attributes[:i]))}[{name.key!r}].{attributes[-1]}"
                 return (id(start), *names, *attributes), Read(label, get, line=line)
             attributes = attributes[:i]
@@ -483,7 +499,7 @@ def settings_in(
         if str(variables.get("__name__")).startswith(_WITHOUT_SETTINGS):
             continue
         for chain in chains(code):
-            attributes = tuple(each for each in chain.attributes if each != _ADDED_TO)
+            attributes = tuple(takewhile(lambda each: each != _ADDED_TO and isinstance(each, str), chain.attributes))
             name = (attributes or (chain.name,))[-1]
             if name.isupper() or name == IS_PROFILING:
                 continue  # a constant, or what no result depends on
@@ -571,9 +587,9 @@ def growing(code: types.CodeType) -> Set[int]:
     found: set[int] = set()
     instructions = [*_instructions(code)]
     for before, each in pairwise(instructions):
-        if each.value == _ADDED_TO:
+        if each.value == _ADDED_TO and before.name == "LOAD_ATTR" and not isinstance(before.value, _Item):
             rest = instructions[instructions.index(before) :]
-            found.update([before.offset, next((x.offset for x in rest if x.name == "STORE_ATTR"), before.offset)])
+            found.update([before.offset, next(x.offset for x in rest if x.name == "STORE_ATTR")])
         elif each.name in _LOOKUPS and each.value in _GROWS and before.name == "LOAD_ATTR":
             found.add(before.offset)
     return found
@@ -654,48 +670,65 @@ def _instructions(code: types.CodeType) -> Iterator[_Instruction]:
     for each in dis.get_instructions(code):
         line = starts.get(each.offset) or line
         names = _OF_TWO.get(each.opname)
-        copied.update([len(found)] if before in ("COPY", "DUP_TOP") else [])
+        copied.update([len(found)] if before in ("COPY", "DUP_TOP", "DUP_TOP_TWO") else [])
         before = each.opname if each.opname not in ("CACHE", "EXTENDED_ARG") else before
         for name, value in ((each.opname, each.argval),) if names is None else zip(names, each.argval):
             if name not in _NEUTRAL:
-                name = "INPLACE_ADD" if each.argrepr == "+=" else name
+                name = "INPLACE_ADD" if not _ADDS.isdisjoint((name, each.argrepr)) else name
                 found.append(_Instruction(name, value, line, each.offset))
     rest = iter(range(len(found)))
     for i in rest:
         one = found[i]
-        if _grows_an_item(found[i : i + 3]):
+        is_variable = _adds_to_a_variable(found[i : i + 4])
+        is_item = [each.name for each in found[i : i + 2]] == ["LOAD_CONST", "BINARY_SUBSCR"]
+        added = _added_to(found, i + is_item, copied) if is_item or one.name == "LOAD_ATTR" else None
+        if is_item and (added or (found[i + 2].name in _LOOKUPS and found[i + 2].value in _GROWS)):
             next(rest)
             one = one._replace(name="LOAD_ATTR", value=_Item(one.value))
-        is_variable = _adds_to_a_variable(found[i : i + 4])
         yield one
-        if is_variable or (i in copied and _adds_to_an_attribute(found[i:])):
+        if is_variable or added:
             yield one._replace(name="LOAD_ATTR", value=_ADDED_TO)
         if is_variable:
             yield found[i + 1]
             [next(rest) for _ in range(3)]
+        elif added:
+            yield from (found[next(rest)] for _ in range(added[0] - i - 1 - is_item))
+            [next(rest) for _ in range(*added)]
 
 
-def _grows_an_item(instructions: list[_Instruction]) -> bool:
-    """Whether they are those of ``["loss"].append``."""
-    names = [each.name for each in instructions]
-    is_method = names[:2] == ["LOAD_CONST", "BINARY_SUBSCR"] and names[2:3] and names[2] in _LOOKUPS
-    return bool(is_method) and instructions[2].value in _GROWS
+def _added_to(found: list[_Instruction], i: int, copied: Set[int]) -> tuple[int, int] | None:
+    """Which instructions tell nothing more if an attribute or an item is loaded only to add to it; None if it is not.
 
+    In ``x.n = x.n + 1`` it is the second ``x``.
 
-def _adds_to_an_attribute(instructions: list[_Instruction]) -> bool:
-    """Whether they begin with those of ``.n += ...``."""
-    first = next((i for i, each in enumerate(instructions) if each.name == "STORE_ATTR"), 0)
-    is_same = instructions[0].name == "LOAD_ATTR" and instructions[0].value == instructions[first].value
-    return is_same and instructions[first - 2].name == "INPLACE_ADD"
+    Args:
+        i: of what loads it.
+        copied: what follows a copy of what is on top of the stack, as in ``x.n += 1``, where nothing is loaded twice.
+    """
+    load, is_item = found[i], found[i].name == "BINARY_SUBSCR"
+    kind = "STORE_SUBSCR" if is_item else "STORE_ATTR"
+    store = next((at for at in range(i, len(found)) if found[at].name == kind), i)
+    if store == i or (not is_item and found[store].value != load.value):
+        return None
+    if i in copied:
+        last = next((each for each in reversed(found[i:store]) if not each.name.startswith(("SWAP", "ROT_"))), load)
+        return (i + 1, i + 1) if last.name == "INPLACE_ADD" else None
+    again, before = (
+        [each[:2] for each in found[max(0, at) : end]] for at, end in ((i + 3, store), (2 * i + 3 - store, i))
+    )
+    adds = found[i + 1].name in _ONE_VALUE and found[i + 2].name == "INPLACE_ADD"
+    is_same = adds and again == before and again[0][0] in _VARIABLES
+    # A property among the attributes might give two objects, which `_read` sees for items alone.
+    return (i + 3, store) if is_same and (is_item or len(again) == 1) and _LOADS.issuperset(dict(again)) else None
 
 
 def _adds_to_a_variable(instructions: list[_Instruction]) -> bool:
-    """Whether they are those of ``n += 1`` or ``n += size``."""
+    """Whether they are those of ``n += 1`` or ``n = n + size``."""
     names = [each.name for each in instructions]
     if names[2:] not in (["INPLACE_ADD", "STORE_GLOBAL"], ["INPLACE_ADD", "STORE_DEREF"]):
         return False
     is_same = names[0].removeprefix("LOAD_") == names[3].removeprefix("STORE_")
-    return is_same and instructions[0].value == instructions[3].value and names[1] in {"LOAD_CONST", *_LOCALS}
+    return is_same and instructions[0].value == instructions[3].value and names[1] in _ONE_VALUE
 
 
 def _begun(name: str, value: Any, aliases: dict[str, _Chain | None]) -> _Chain | None:

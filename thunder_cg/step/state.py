@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import CellType, MappingProxyType
 from typing import Any, NamedTuple
 
@@ -43,18 +44,8 @@ from thunder_cg.step.collector import CONTAINERS, Collector, is_simple
 from thunder_cg.step.facts import Content, Facts, Same, is_equal, subject
 from thunder_cg.step.gradients import place_of
 from thunder_cg.step.outside import shared_generator
-from thunder_cg.step.places import Carried, Place, place_of_read
-from thunder_cg.step.reads import (
-    GROWING,
-    MISSING,
-    Called,
-    Read,
-    content_of_cell,
-    is_compiled,
-    links_of,
-    reads_of,
-    value_of,
-)
+from thunder_cg.step.places import Carried, Place, place_of_read, steps_of
+from thunder_cg.step.reads import GROWING, MISSING, Called, Read, content_of_cell, is_compiled, links_of, own, reads_of
 from thunder_cg.step.snapshot import Snapshot
 
 _MOST_LINES = 3  # of those that name a container
@@ -120,6 +111,8 @@ class StepState:
         heavy = self._collect_roots()
         self._behind_names, self._of_roots = others.watch.begin(others.facts), heavy.watch.begin(heavy.facts)
         self._hooks_registered = registered_hooks()
+        self.objects = [*others.objects, *heavy.objects]
+        self._growing += self._reads_of_objects()
         self.facts = Facts.of(simple.facts, others.facts, heavy.facts, self._facts_of_growing())
         self.hooked = self._said(*simple.hooked, *others.hooked, *heavy.hooked)
         self.objection = self.hooked or self._said(*simple.objections, *others.objections, *heavy.objections)
@@ -132,7 +125,21 @@ class StepState:
         self.places = simple.places | others.places | heavy.places
         self.carried = [*{**simple.carried, **others.carried, **heavy.carried}.values()]
         self.kinds, self.compiled_kinds = others.kinds | heavy.kinds, others.compiled_kinds | heavy.compiled_kinds
-        self.objects = [*others.objects, *heavy.objects]
+
+    def _reads_of_objects(self) -> list[Read]:
+        """Lists and numbers of objects that the step passes on, to which functions only append or add."""
+        found = []
+        objects = {*map(id, self.objects)}
+        for value, name in () if self.attributes is None else self.attributes.grows.values():
+            if id(value) not in objects or name in self._names.get(type(value), (name,)):
+                continue
+            label, get = f"{type(value).__name__}.{name}", partial(own, value, name)
+            read = Read(label, get, path=(value, (name,)), only_grows=True)
+            if _grows(read, get()):
+                found.append(read)
+            else:
+                self.attributes.add(type(value), name)
+        return found
 
     def _is_carried(self, read: Read, value: Any, collector: Collector) -> bool:
         """Whether what a name leads to is carried, which is checked by itself."""
@@ -151,11 +158,11 @@ class StepState:
                 self._others_simple.append((read, value))
                 continue
             self._linked.append((read, value))
-            for container, name, own in links:
+            for container, name, found_there in links:
                 if isinstance(container, types.CellType):
-                    self._cells[id(container)] = container, own
+                    self._cells[id(container)] = container, found_there
                 else:
-                    found.setdefault(id(container), (container, {}))[1][name] = own
+                    found.setdefault(id(container), (container, {}))[1][name] = found_there
         self._links = [*found.values()]  # which keeps what is compared by identity
         self._are_linked = attribute_guard(self._links, MISSING)
 
@@ -172,7 +179,7 @@ class StepState:
         new = next((read.label for read in reads if read.place not in self._places), None)
         if self.attributes is None or new is not None:
             return new
-        self.attributes.add_grown({place.key for read in self._growing for place in place_of_read(read)})
+        self.attributes.add_grown({place.key for read in self._growing for place in place_of_read(read)}, self.objects)
         return self.attributes.newest if self.attributes.seen != self._seen else None
 
     @property
@@ -403,9 +410,8 @@ def _grows(read: Read, value: Any) -> bool:
     """Whether only what the step adds counts. A class may have a number that an object has not yet, or change it."""
     if type(value) is not int or not read.only_grows or read.path is None or not place_of_read(read):
         return read.only_grows and type(value) in GROWING
-    root, names = read.path
-    owner = content_of_cell(root) if isinstance(root, CellType) else root
-    return not names or only_sets(value_of(owner, names[:-1]), names[-1])
+    owner, place = [*steps_of(read.path)][-1]
+    return isinstance(owner, (CellType, dict)) or only_sets(owner, place.name)
 
 
 def newly_carried(before: StepState, after: StepState) -> dict[str, Place]:
