@@ -1526,6 +1526,35 @@ def test_methods_and_micro_batches_inside(step_twins):
     assert step.captures == 1 and step.replays >= 5, why(step)
 
 
+def test_parameters_that_are_frozen_now_and_then(step_twins):
+    """Where a graph was captured while they had no gradient, it drops the gradient that they have later."""
+
+    def run(graphed):
+        model = step_twins.model()
+        optimizer = sgd(model.parameters())
+
+        def step(x, y):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        step = step_twins.graphed(step) if graphed else step
+        torch.manual_seed(1)
+        found = []
+        for i in range(15):
+            for parameter in model[0].parameters():
+                parameter.requires_grad_(5 <= i < 9)
+            found += [step(*step_twins.batch()).detach(), model[0].weight.grad is None]
+        return found, step
+
+    expected, _ = run(False)
+    found, step = run(True)
+    same(found, expected)
+    assert step.replays >= 4, why(step)
+
+
 def test_checkpoint_and_resume(step_twins):
     saved = {}
 

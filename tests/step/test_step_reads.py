@@ -1702,3 +1702,17 @@ def test_a_file_that_a_package_reads(load, tmp_path):
     calls.end()
     said = r"(is not compared before a replay|the step opens a file), at test_step_reads.py"
     assert calls.objection is not None and re.search(said, calls.objection)
+
+
+SCALE = ContextVar("SCALE", default=1.0)
+
+
+def test_a_context_variable_that_gets_new_numbers(step_twins):
+    """A new number may have the identity of one that is gone."""
+    step = step_twins.graphed(lambda x: x * SCALE.get())
+    x, token = torch.ones(3, device=step_twins.device), SCALE.set(1.0)
+    for i in range(40):
+        SCALE.set(float(f"{1 + i // 5}"))
+        assert torch.equal(step(x), x * (1 + i // 5))
+    SCALE.reset(token)
+    assert step.replays >= 12, explain(step)

@@ -183,7 +183,7 @@ class Collector:
         refers_to = _referent_of(value)
         assert refers_to is not None
         referent = refers_to()
-        self.watch.value(lambda: id(refers_to()))
+        self.watch.value(lambda: Same(refers_to()))  # an identity may be another object's later
         self.add(f"what {label} refers to", referent, depth + 1)
 
     def add_carried(self, label: str, value: Any, places: tuple[Place, ...]) -> bool:

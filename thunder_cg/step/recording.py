@@ -204,7 +204,7 @@ class StepRecording(RecordingUse):
     sources: list[CopiedInput]
     gradients_before: ExpectedGradients
     left: list[GraphGradient]  # gradients that the step leaves
-    without_gradient: list[Tensor]  # parameters to which it leaves none
+    without_gradient: list[Tensor]  # parameters to which it leaves none, and that may have one before
     overwritten: Overwritten
     dropped: frozenset[int]  # parameters whose gradients it drops unread, by identity
     apart: weakref.WeakSet[GraphGradient]  # whose memory it does not use for anything else
@@ -656,7 +656,7 @@ class StepCapture:
             sources=copied,
             gradients_before=ExpectedGradients(state.parameters, expected, before.are_graphs, self.is_second),
             left=left,
-            without_gradient=[p for p, g in zip(state.parameters, tensors) if g is None],
+            without_gradient=[p for p, g, e in zip(state.parameters, tensors, expected) if g is None and e is not None],
             overwritten=Overwritten(each for each in left if id(each.tensor) not in kept),
             dropped=frozenset(id(p) for p, each in zip(state.parameters, expected) if each is ANY or each is THERE),
             apart=weakref.WeakSet(),

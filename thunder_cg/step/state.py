@@ -69,7 +69,7 @@ class StepState:
         tensors: all that were found on the graphs' device.
         memory: what has the memory of each: of a DTensor, its part on this rank.
         with_memory: all of both.
-        parameters: those of them that get gradients, or have one, as frozen ones may that the step unfreezes.
+        parameters: those of them that get gradients, or may have one, as frozen ones that somebody unfreezes.
         averages: moving averages of models that have been updated once.
         objection: why no graph would be right, in words; None if one may be.
         hooked: the same, if it is a hook or a wrapper of PyTorch's, whose Python may be why something changes.
@@ -436,4 +436,5 @@ def newly_carried(before: StepState, after: StepState) -> dict[str, Place]:
 
 
 def _may_get_gradient(tensor: Tensor) -> bool:
-    return not has_history(tensor) and (tensor.requires_grad or tensor.grad is not None)
+    may = tensor.requires_grad or isinstance(tensor, nn.Parameter)  # one that is frozen, maybe for a while
+    return not has_history(tensor) and (may or tensor.grad is not None)
