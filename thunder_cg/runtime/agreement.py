@@ -13,7 +13,7 @@ Note [Agreement of ranks]
     has communicated once PyTorch has issued something, or a graph with its collectives was launched. A rank may also
     make what others call by itself, as `Join` does for one without batches, and count less. So whoever asks in vain
     looks where all others are. If one is as many calls ahead as it was the last time, this rank counts on from there;
-    from the farthest one, if there are several. So all ranks number alike once they have asked in vain a few times,
+    from the farthest one, if there are several. So all ranks number alike once they have asked in vain twice,
     however they differed. If the other rank was only early, it counts less then, and hears of it likewise.
 
 Note [Meetings]
@@ -252,6 +252,8 @@ class Round:
                 all_could &= self._compare(group, number, stage, its, patience)
             except RanksDiffer as problem:
                 self.refuse(stage, str(problem), may_pass=problem.may_pass)  # for those that still wait, or ask later
+                if not problem.no_answer:
+                    time.sleep(_SHORTEST)  # what others had said may be of the call before, and they come to this one
                 with suppress(RuntimeError):  # the store is gone
                     said = {index: _said(group, number, stage, index) for index, _ in _other_ranks(group)}
                     _states[group].catch_up(
