@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 import warnings
 from collections.abc import Callable, Sequence, Set
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from thunder_cg.analysis.collectives import described
 from thunder_cg.analysis.ops import Op
 from thunder_cg.analysis.partition import Region
 from thunder_cg.analysis.region_io import RegionIO
@@ -370,7 +370,7 @@ class RuntimeRegion:
         assert recording is not None
         in_pool, before = self._in_pool(call, args), (self.failure, self.failed_attempts, self.stays_eager)
         try:
-            self._agree(call, self._before_capture, args)
+            self._agree(call, self._before_capture)
             began = time.perf_counter()
             with call.program.stage(call, "capturing", self):
                 results = self._record(call, args)
@@ -409,10 +409,10 @@ class RuntimeRegion:
     def _after_capture(self) -> str:
         return f"after the capture of {self.index}"
 
-    def _agree(self, call: Call, stage: str, args: Sequence[Any]) -> None:
+    def _agree(self, call: Call, stage: str) -> None:
         """Raises `RanksDiffer` unless all ranks of the groups that the region communicates in are at this stage."""
         if self.communicates and call.round is not None:
-            call.round.ask(stage, subject_of(self.ops, args))
+            call.round.ask(stage, described(self.ops, call.program.ops.values))
 
     def _refuse(self, call: Call, stage: str, problem: str) -> None:
         """Tells the other ranks that this one has failed, if the region communicates."""
@@ -480,7 +480,7 @@ class RuntimeRegion:
         if call.program.backend.runs_captures:
             graph.copy_in(tensors)
         produced = self._capture_graph(call, graph, tensors, buffers, in_pool)
-        self._agree(call, self._after_capture, args)
+        self._agree(call, self._after_capture)
         graph.guarded, graph.guard = self._late_guard(call, tensors, in_pool, static)
         graph.fixed = [pool.alias(p) if i in graph.outputs.fixed else None for i, p in enumerate(produced)]
         try:
@@ -597,12 +597,6 @@ class RuntimeRegion:
             if is_sparse(result):
                 problem = f"{self.describe(output.name)} has the layout {result.layout}, which no replay can fill"
                 raise CaptureRefused(problem)
-
-
-def subject_of(ops: Sequence[Op], args: Sequence[Any]) -> str:
-    """What ranks agree on: the names of the ops, and how tensors are laid out."""
-    layouts = [(arg.size(), arg.stride(), arg.dtype) if isinstance(arg, torch.Tensor) else None for arg in args]
-    return hashlib.sha256(repr(([op.name for op in ops], layouts)).encode()).hexdigest()
 
 
 class _Executed(Exception):
