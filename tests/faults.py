@@ -129,7 +129,7 @@ def programs(jfn: Any) -> list[Program]:
 
 def forget(jfn: Any) -> None:
     """Has a compiled module begin anew, as if it had just been compiled."""
-    jfn._forward_fn._entries, jfn._forward_fn._calls = [], []
+    jfn._forward_fn._entries, jfn._forward_fn._calls = {}, []
     for program in programs(jfn):
         program.pair.recordings, program.pair.moves = [], Moves()
         program._warm.clear()

@@ -181,7 +181,7 @@ def test_what_thunder_makes_of_an_operator_is_named():
     assert {op.verdict for op in explain(denied).traces[0].ops} == {"eager", "bookkeeping"}
 
 
-@pytest.mark.parametrize("wrong", [[3], [""], "my_op", [[]]])
+@pytest.mark.parametrize("wrong", [[3], [""], ["a b"], "my_op", [[]]])
 def test_what_is_no_operator_is_refused(wrong):
     with pytest.raises(OptionError, match=r"allow=.*a collection of operators, or of their names"):
         cudagraph_transform(backend="tape", allow=wrong)

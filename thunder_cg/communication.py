@@ -319,13 +319,8 @@ def _callable(operator: Any, in_trace: Callable[..., Any]) -> Callable[..., Any]
 
 # What Thunder's tracer calls in the place of PyTorch's functions.
 
-_IN_PLACE: dict[Any, Callable[..., Any]] = {
-    dist.all_gather_into_tensor: all_gather_into_tensor,
-    dist.all_reduce: all_reduce,
-    dist.all_to_all_single: all_to_all_single,
-    dist.broadcast: broadcast,
-    dist.reduce_scatter_tensor: reduce_scatter_tensor,
-}
+_TRACED = (all_gather_into_tensor, all_reduce, all_to_all_single, broadcast, reduce_scatter_tensor)
+_IN_PLACE: dict[Any, Callable[..., Any]] = {getattr(dist, each.__name__): each for each in _TRACED}
 # What Thunder cannot trace, and what to call in its place.
 _INSTEAD: dict[Any, str] = {
     dist.all_gather: "all_gather_into_tensor",

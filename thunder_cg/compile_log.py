@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ _logger = logging.getLogger(__name__)
 # The log does not warn of operators that are eager for these reasons.
 _FINE = {Reason.BOOKKEEPING, Reason.USER_DENY, Reason.TOO_SMALL}
 _MOST_PLACES = 3  # of one operator, in a warning
+_POSITION = re.compile(r"\[\d+\]")
 _NO_FIXES = ("none needed", "nothing to gain")
 
 
@@ -40,7 +42,8 @@ def log_compiled(program: Program, took: int, warned: set[str]) -> None:
     said = f"{regions} with {captured} of {len(verdicts)} ops, planned in {took} ms"
     _logger.info("%s: compiled: %s", program.label, said)
     fine = _FINE | ({Reason.COLLECTIVE} if program.options.capture_collectives == "never" else set())
-    places: dict[tuple[str, str], list[str]] = {}  # that no warning was about, by operator and why
+    # What no warning was about: places and reasons, by the operator and the reason without positions, as of layers.
+    causes: dict[tuple[str, str], dict[str, list[str]]] = {}
     for op, verdict in zip(program.ops.ops, program.plan.verdicts):
         if verdict.capture or verdict.reason in fine or not verdict.fix or verdict.fix.startswith(_NO_FIXES):
             continue
@@ -49,10 +52,12 @@ def log_compiled(program: Program, took: int, warned: set[str]) -> None:
         why, place = f"{verdict.detail}; {verdict.fix}", program.ops.place(op)
         if (about := f"{op.name} {place}: {why}") not in warned:
             warned.add(about)
-            places.setdefault((op.name, why), []).append(place)
-    for (name, why), found in places.items():
-        more = f" and {len(found) - _MOST_PLACES:,} more" if len(found) > _MOST_PLACES else ""
-        _logger.warning("%s: %s %s%s is eager: %s", program.label, name, ", ".join(found[:_MOST_PLACES]), more, why)
+            causes.setdefault((op.name, _POSITION.sub("[...]", why)), {}).setdefault(why, []).append(place)
+    for (name, cause), found in causes.items():
+        places = [*dict.fromkeys(place for each in found.values() for place in each)]
+        more = f" and {len(places) - _MOST_PLACES:,} more" if len(places) > _MOST_PLACES else ""
+        why = cause if len(found) > 1 else next(iter(found))
+        _logger.warning("%s: %s %s%s is eager: %s", program.label, name, ", ".join(places[:_MOST_PLACES]), more, why)
 
 
 def warn_of_losses(compilation: Compilation, found: Iterable[str], warned: set[str]) -> None:

@@ -130,4 +130,5 @@ def _check_memory_budget(budget: object, function: str = _TRANSFORM) -> None:
 
 
 def _is_operator(value: object) -> bool:
-    return bool(value) if isinstance(value, str) else callable(value) and isinstance(value, Hashable)
+    is_name = isinstance(value, str) and value != "" and value == "".join(value.split())
+    return is_name or (callable(value) and isinstance(value, Hashable))

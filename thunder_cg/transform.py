@@ -34,8 +34,6 @@ from thunder_cg.compat.compilation import (
     compiled_entries,
     constant_results,
     end_autocast,
-    lost_assignments,
-    lost_calls,
     lost_changes,
     on_compile,
 )
@@ -270,7 +268,7 @@ class CudagraphTransform(compat.Transform):
         """What Python does and Thunder loses, in words."""
         yield from lost(trace, self._read)
         stacks = self._compiling.stacks or {}
-        yield from unrepeated(lost_assignments(epilogue), lost_changes(), lost_calls(), stacks)
+        yield from unrepeated(*lost_changes(epilogue), stacks)
         yield from constant(constant_results(epilogue))
         if torch.is_grad_enabled():
             yield from uncalled(hooks_on_gradients(compat.get_compile_data().fn))
@@ -321,10 +319,12 @@ class CudagraphTransform(compat.Transform):
             return None
         data, options = compat.get_compile_data(), self.options
         executors = (each for each in data.executors_list if not isinstance(each, compat.TemporaryExecutor))
-        counted = {name: ", ".join(sorted(map(shown, getattr(options, name)))) for name in ("allow", "deny")}
-        counted = {name: f"[{names}]" for name, names in counted.items()}
-        counted |= {"executors": str([each.name for each in executors])}
-        counted |= {"capture_collectives": repr(options.capture_collectives)}
+        counted = {
+            "allow": f"[{', '.join(sorted(map(shown, options.allow)))}]",
+            "deny": f"[{', '.join(sorted(map(shown, options.deny)))}]",
+            "executors": str([each.name for each in executors]),
+            "capture_collectives": repr(options.capture_collectives),
+        }
         return SameOptions(groups, data, counted, waits=options.capture_collectives != "never")
 
     def _region(
@@ -476,20 +476,7 @@ def cudagraph_transform(
         OptionError: a value that an option cannot have.
         BackendError: the backend does not work on this machine.
     """
-    options = Options(
-        allow,
-        deny,
-        backend,
-        strict,
-        verify,
-        debug,
-        max_recordings,
-        max_arenas,
-        capture_collectives,
-        memory_budget,
-        select,
-    )
-    return CudagraphTransform(options)
+    return CudagraphTransform(Options(**locals()))
 
 
 class CUDAGraphPlugin(compat.Plugin):

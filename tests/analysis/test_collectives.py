@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from thunder_cg.analysis import classify, collectives, pieces
 from thunder_cg.analysis.aliasing import Aliasing
-from thunder_cg.analysis.collectives import schedule, waits_before_writes
+from thunder_cg.analysis.collectives import Scheduler, waits_before_writes
 from thunder_cg.analysis.dependencies import dependencies
 from thunder_cg.analysis.pieces import compute_in_pieces
 
@@ -31,7 +31,9 @@ def call(t, kind, inputs, outputs):
 def order(t):
     """The outputs of the ops in the order of the schedule; ``end`` for the return."""
     ops = t.done()
-    return " ".join(ops.ops[i].outputs[0] if ops.ops[i].outputs else "end" for i in schedule(ops, Aliasing.of(ops)))
+    return " ".join(
+        ops.ops[i].outputs[0] if ops.ops[i].outputs else "end" for i in Scheduler(ops, Aliasing.of(ops)).run()
+    )
 
 
 def ddp(t, gradients=3):
@@ -341,7 +343,7 @@ def test_schedules_are_legal(trace, monkeypatch, limit):
     for seed in range(300):
         ops = random_trace(trace, random.Random(seed)).done()
         aliasing = Aliasing.of(ops)
-        found = schedule(ops, aliasing)
+        found = Scheduler(ops, aliasing).run()
         assert sorted(found) == list(range(len(ops.ops))) and found[-1] == len(ops.ops) - 1
         position = {index: at for at, index in enumerate(found)}
         for later, before in enumerate(dependencies(ops, aliasing, collectives_in_order=False)):
@@ -357,15 +359,15 @@ def test_schedules_are_legal(trace, monkeypatch, limit):
 @pytest.mark.parametrize("make", [ddp, fsdp])
 def test_a_schedule_is_scheduled_as_it_is(trace, make):
     ops = make(trace()).done()
-    found = [ops.ops[i] for i in schedule(ops, Aliasing.of(ops))]
+    found = [ops.ops[i] for i in Scheduler(ops, Aliasing.of(ops)).run()]
     again = replace(ops, ops=tuple(replace(op, index=at) for at, op in enumerate(found)))
-    assert schedule(again, Aliasing.of(again)) == list(range(len(found)))
+    assert Scheduler(again, Aliasing.of(again)).run() == list(range(len(found)))
 
 
 def test_a_long_backward_is_scheduled_fast(trace):
     t = ddp(trace(), 1000)
     ops, start = t.done(), time.perf_counter()
-    schedule(ops, Aliasing.of(ops))
+    Scheduler(ops, Aliasing.of(ops)).run()
     assert time.perf_counter() - start < 5.0
 
 

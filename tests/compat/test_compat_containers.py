@@ -145,7 +145,7 @@ def test_a_list_that_a_module_owns_costs_steady_calls_nothing(transform, device)
     assert thunder.cache_misses(jitted) == 2 and fast_path_calls(jitted) == 4
     (change,) = explain(jitted).changes
     assert change.problem == "2 lengths or keys of self.items so far (2, 3)"
-    guard = jitted._forward_fn._entries[-1]._guard
+    guard = jitted._forward_fn._certain()[0]._guard
     assert guard.keywords == () and any(watched is model.items for watched in guard.attributes._watched)
 
 

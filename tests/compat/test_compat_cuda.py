@@ -151,7 +151,7 @@ def test_a_graph_is_launched_by_the_driver():
     (error,) = cuda.kernel_node_updater(executable, node, parameters)()
     assert not error
     for _ in range(2):
-        (error,) = cuda.graph_launcher(executable)(cuda.current_raw_stream(0))
+        (error,) = cuda.driver.cuGraphLaunch(executable, cuda.current_raw_stream(0))
         assert not error
     assert x.tolist() == [2, 2, 2, 2]
 

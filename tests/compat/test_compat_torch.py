@@ -109,13 +109,13 @@ def test_what_is_active_on_a_thread() -> None:
 
 
 def test_autograd_can_be_switched_off_below() -> None:
-    assert compat.autograd_is_active()
+    assert not compat.is_below_autograd()
     with torch.no_grad(), torch.inference_mode(False):
-        assert compat.autograd_is_active()
+        assert not compat.is_below_autograd()
     with torch._C._AutoDispatchBelowAutograd():
-        assert not compat.autograd_is_active()
+        assert compat.is_below_autograd()
     found = []
-    thread = threading.Thread(target=lambda: found.append(compat.autograd_is_active()))
+    thread = threading.Thread(target=lambda: found.append(not compat.is_below_autograd()))
     thread.start()
     thread.join()
     assert found == [True]

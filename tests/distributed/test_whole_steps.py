@@ -178,7 +178,9 @@ def meets(what: str) -> dict[str, list[Any]]:
                 step.release()
             batch = 3 + i % 2 if what == "other batches" and is_other else 4
             with patch.multiple(agreement, _TIMEOUT=1.0, _MEETING_TIMEOUT=10.0, _PERIOD=5, _MEETING=4):
-                values += [step(parallel.tokens(i, batch=batch)).clone(), *state_of(model)]
+                loss = step(parallel.tokens(i, batch=batch)).clone()
+                loss.item()  # so neither rank runs ahead
+                values += [loss, *state_of(model)]
         found.append(values)
     in_python = dict(step.in_python)
     return {"differing": parallel.differing(*found), "n": (step.captures, step.replays), "in_python": in_python}
@@ -299,10 +301,13 @@ def test_ranks_agree_at_captures_only(ranks: Ranks) -> None:
 
 def beside_a_thread() -> tuple[int, int, dict[str, int]]:
     """Trains without and with graphs; at the end of a call, a thread communicates elsewhere, as a checkpoint may do."""
-    other, look = dist.new_group(backend="gloo"), StepCall.look
+    import parallel
+
+    other, look = dist.new_group(), StepCall.look
+    numbers = torch.ones(1, device=parallel.device())
 
     def communicates(call: StepCall) -> None:
-        thread = threading.Thread(target=dist.all_reduce, args=(torch.ones(1),), kwargs={"group": other})
+        thread = threading.Thread(target=dist.all_reduce, args=(numbers,), kwargs={"group": other})
         thread.start()
         thread.join()
         look(call)
@@ -331,9 +336,10 @@ def counts_less(uncounted: Sequence[int]) -> tuple[int, dict[str, int]]:
         for i in range(14):
             if i < uncounted[parallel.RANK()]:
                 for parameter in model.parameters():
-                    dist.all_reduce(torch.zeros_like(parameter))
+                    dist.all_reduce(total := torch.zeros_like(parameter))
+                total.sum().item()  # so neither rank runs ahead
             else:
-                step(parallel.tokens(i))
+                step(parallel.tokens(i)).item()
     parallel.forget_meetings()
     return step.replays, dict(step.in_python)
 
@@ -453,12 +459,14 @@ def test_what_overlaps(ranks: Ranks) -> None:
 
 
 def on_dtensors(model: Any) -> Callable[..., Any]:
-    """With PyTorch's tensor parallelism. It clips gradients by their norm, and returns that, too."""
+    """With PyTorch's tensor parallelism, an embedding too. It clips gradients by their norm, and returns that, too."""
     import parallel
 
     mesh = init_device_mesh(parallel.device().type, (dist.get_world_size(),))
     whole = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate(), use_local_output=True)
-    parallelize_module(model, mesh, {"block.up": ColwiseParallel(), "block.down": RowwiseParallel(), "block": whole})
+    rows = RowwiseParallel(input_layouts=Replicate())
+    plan = {"words": rows, "block.up": ColwiseParallel(), "block.down": RowwiseParallel(), "block": whole}
+    parallelize_module(model, mesh, plan)
     parameters = [*model.parameters()]
     sharded = [p for p in parameters if isinstance(p, DTensor)]
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False)  # which takes no DTensors with others
@@ -720,23 +728,6 @@ def _hidden(model: Any, group: Any) -> Callable[..., Any]:
     return with_it
 
 
-def _sharded_by_rows(model: Any, group: Any) -> Callable[..., Any]:
-    import parallel
-
-    mesh = init_device_mesh(parallel.device().type, (dist.get_world_size(),))
-    parallelize_module(model, mesh, {"words": RowwiseParallel(input_layouts=Replicate())})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
-
-    def step(tokens):
-        optimizer.zero_grad()
-        loss = model(tokens).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    return step
-
-
 STEPS: dict[str, Callable[..., Any]] = {
     "an argument": _reduces_an_argument,
     "objects": _with(lambda gradient, group: dist.broadcast_object_list([None], 0, group)),
@@ -750,7 +741,6 @@ STEPS: dict[str, Callable[..., Any]] = {
     "FullyShardedDataParallel": _wrapped_by(_sharded_by_torch),
     "fully_shard": _wrapped_by(fully_shard),
     "kept eager": _kept_eager,
-    "sharded by rows": _sharded_by_rows,
     "unknown origin": _hidden,
 }
 
@@ -768,7 +758,6 @@ REASONS = {
     "objects": r"it communicates objects of Python \(broadcast_object_list\), at .*; do that outside of the step",
     "barrier": r"the host waits for the other ranks \((monitored_)?barrier\), at .*; do that outside of the step",
     "a method": r"it calls a method of a process group itself, at .*; call the function of torch.distributed",
-    "sharded by rows": "looks for what is on this rank there; take ColwiseParallel for an embedding",
     "unknown origin": r"the step seems to use a tensor \(\) of float32 in .*, and it is not known where from",
 }
 

@@ -313,7 +313,7 @@ def established(twins, device, change, trains):
         found = _shared.get((device, trains))
         if found is None:
             found = _shared[device, trains] = establish(*twins(Model().train(trains)), device)
-        for entry in found[1]._forward_fn._entries:
+        for entry in found[1]._forward_fn._certain():
             for recording in entry.compiled.forward.pair.recordings:
                 recording.may_launch_early = True
         yield found
@@ -324,7 +324,7 @@ def test_what_fails_after_the_launch_is_checked_before_it_from_then_on(twins, de
         model = Model().eval()
         model.drop = nn.Identity()  # a dropout may draw, and a draw is an effect
         _, graphed, call = establish(*twins(model), device)
-        (recording,) = graphed._forward_fn._entries[0].compiled.forward.pair.recordings
+        (recording,) = graphed._forward_fn._certain()[0].compiled.forward.pair.recordings
         assert recording.may_launch_early
         slope = graphed._model.act.slope
         graphed._model.act.slope = 3.0
@@ -413,7 +413,7 @@ def test_what_an_interpreter_does_not_show_is_checked_at_each_call(twins, device
     assert compat.attribute_writes_are_reported() == (sys.version_info[:3] != (3, 13, 0))
     monkeypatch.setattr(compat, "attribute_writes_are_reported", lambda: False)
     plain, graphed, call = establish(*twins(Model()), device)
-    (entry,) = graphed._forward_fn._entries
+    (entry,) = graphed._forward_fn._certain()
     assert not entry._guard.attributes.unchanged() and not entry._guard.parameters_cache.unchanged()
     x, y = torch.randn(2, 2, 4, device=device)
     before = fast_path_calls(graphed)

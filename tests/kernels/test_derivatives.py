@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import thunder_cg
-from thunder_cg.compat.compiled import compile_only
+from thunder_cg.compat.compiled import computation_and_inputs
 from thunder_cg.compat.cuda import chooses_cudnn_attention
 from thunder_cg.kernels import attention, derivatives, loss, normalization
 
@@ -62,7 +62,7 @@ def batch(device):
 def test_what_is_computed_once_more(transform, device):
     """What is cheap: Inductor fuses it with what needs it."""
     compiled = thunder.jit(Net().double().to(device), executors=thunder_cg.executors(), transforms=[transform()])
-    compile_only(compiled, batch(device), {})
+    computation_and_inputs(compiled, batch(device), {})
     forward, backward = (
         [[each.sym.name for each in op.symbol.subsymbols] for op in program.ops.ops if op.is_fusion]
         for program in programs(compiled)
@@ -86,7 +86,7 @@ class Residual(nn.Module):
 
 def test_sums_of_residual_blocks_are_kept(transform, device):
     compiled = thunder.jit(Residual().to(device), executors=thunder_cg.executors(), transforms=[transform()])
-    compile_only(compiled, (torch.randn(2, 3, 8, 8, device=device),), {})
+    computation_and_inputs(compiled, (torch.randn(2, 3, 8, 8, device=device),), {})
     (names,) = (
         [each.sym.name for each in op.symbol.subsymbols] for op in programs(compiled)[1].ops.ops if op.is_fusion
     )
@@ -229,7 +229,7 @@ def test_a_decode_step_by_cudnn(dtype):
     with torch.no_grad():
         for _ in range(4):
             close(captured(q, k, v, mask), F.scaled_dot_product_attention(q, k, v, mask))
-    assert any("cudnn_attention" in op.name for program in programs(captured) for op in program.ops.ops)
+    assert "cudnn_attention(" in str(thunder.last_traces(captured)[-1])
 
 
 def test_masks_for_cudnn(monkeypatch):
@@ -247,6 +247,40 @@ def test_masks_for_cudnn(monkeypatch):
     leaves = [each.requires_grad_() for each in (q, k, v)]
     compiled(*leaves, mask.requires_grad_())
     assert "cudnn" not in str(thunder.last_traces(compiled)[-1])  # it has no derivative of the mask
+
+
+@pytest.mark.parametrize("trains", [False, True], ids=["infers", "trains"])
+def test_attention_within_a_fusion(monkeypatch, trains):
+    """In training it is between fusions, so that a backward frees what a layer saved as soon as it has read that."""
+    q = torch.randn(2, 2, 6, 8, requires_grad=trains)
+    fused = F.scaled_dot_product_attention
+    monkeypatch.setattr(attention, "cudnn_attention", lambda q, k, v, *args, **kw: (fused(q, k, v), torch.ones(1)))
+    monkeypatch.setattr(attention, "chooses_cudnn_attention", lambda *args: True)
+    compiled = thunder.jit(lambda q: torch.tanh(fused(torch.sin(q), q, q)), executors=thunder_cg.executors())
+    torch.testing.assert_close(compiled(q), torch.tanh(fused(torch.sin(q), q, q)))
+    found = [each.sym.name for each in thunder.last_traces(compiled)[-1].bound_symbols if "del" not in each.sym.name]
+    between = ["Inductor0", "cudnn_attention_forward", "Inductor1"]
+    assert [name for name in found if "Inductor" in name or "cudnn" in name] == (between if trains else ["Inductor0"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_numbers_on_the_host_are_in_no_fusion(caplog):
+    """Those that Inductor would move to the GPU keep none of the operators there eager. One warning is for all."""
+
+    def fn(x, numbers):
+        for n in numbers:
+            x = torch.tanh(x * 2) + torch.sin(n.to("cuda") + 1)
+        return x
+
+    x, numbers = torch.randn(8, device="cuda"), [torch.tensor(2.0), torch.tensor(3.0)]
+    captured = thunder.jit(fn, executors=thunder_cg.executors(), transforms=[thunder_cg.cudagraph_transform()])
+    for _ in range(4):
+        close(captured(x, numbers), fn(x, numbers))
+    report = thunder_cg.explain(captured)
+    (trace,) = report.traces
+    assert len(trace.regions) == 1 and sum(op.verdict == "eager" for op in trace.ops) == 2, str(report)
+    assert len(caplog.messages) == 1, caplog.messages
 
 
 def test_a_trace_for_a_gpu_that_is_not_here():

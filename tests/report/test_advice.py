@@ -16,6 +16,7 @@ import torch
 from support import run_what_inductor_gets
 from thunder.core.proxies import TensorProxy
 from thunder.extend import OperatorExecutor
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from thunder_cg import CaptureError, cudagraph_transform, explain, plan, thunderfx
 from thunder_cg.analysis.advice import for_size
@@ -27,6 +28,7 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 executor = OperatorExecutor("advice_ex")
 unknown = executor.register_operator("unknown", meta=lambda x: TensorProxy(like=x), fn=torch.sin)
 OUTSIDE = torch.tensor([1.0, 2.0])
+TABLE = np.array([1.0, 2.0], dtype=np.float32)
 
 
 def around(middle: Function) -> Function:
@@ -159,7 +161,11 @@ def _(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("of_size", "operator", "advice"),
     [
-        (torch.nonzero, "aten.nonzero", "torch.where(mask, x, 0.0), with mask.unsqueeze(-1)"),
+        (
+            torch.nonzero,
+            "nonzero returns, which x[mask] and torch.where(mask) call,",
+            "torch.where(mask, x, 0.0), with mask.unsqueeze(-1)",
+        ),
         (positive, "thunder_cg_tests.positive", "do what this line does outside of the compiled function"),
     ],
 )
@@ -168,7 +174,8 @@ def test_advice_where_dynamo_ends_a_graph_as_a_size_is_not_known(of_size, operat
     compiled = thunderfx(lambda x: of_size(x.sin() * 2).sum() * 2, backend="tape")
     compiled(torch.ones(3))
     (ended,) = explain(compiled).breaks
-    assert ended.reason == f"the size of what {operator} returns depends on what tensors hold"
+    returns = operator if "returns" in operator else f"{operator} returns"
+    assert ended.reason == f"the size of what {returns} depends on what tensors hold"
     assert ended.fix.startswith(advice)
 
 
@@ -293,9 +300,15 @@ def test_advice_for_a_graph_break_of_dynamo_gives_one_region_and_the_same_gradie
             torch.exp,
         ),
         (lambda x: torch.from_numpy(np.cos(x.numpy())), "numpy.cos", "call PyTorch's function of that name", torch.cos),
+        (
+            lambda x: x + torch.from_numpy(TABLE[x.int().numpy()]),
+            "numpy.getitem",
+            "call PyTorch's function of that name, or index a tensor, which is made of the array once, outside",
+            lambda x: x + torch.from_numpy(TABLE)[x.int()],
+        ),
         (lambda x: torch.asarray(x) + 1, "asarray", "use other operators, or one of your own with", lambda x: x + 1),
     ],
-    ids=["vmap", "grad", "numpy", "unknown"],
+    ids=["vmap", "grad", "numpy", "table", "unknown"],
 )
 @pytest.mark.nightly_after(3)
 @pytest.mark.usefixtures("cut")
@@ -469,6 +482,65 @@ def test_advice_for_print():
         mended = thunderfx(prints, backend="tape")
         torch.testing.assert_close(mended(torch.ones(3)), prints(torch.ones(3)))
     assert not explain(mended).breaks and len(explain(mended).traces) == 1
+
+
+def test_graph_breaks_before_the_first_operator_are_said():
+    """No graph ends there, so Dynamo's graphs do not have them."""
+
+    def prints(x: torch.Tensor) -> torch.Tensor:
+        print("called")
+        return x
+
+    def begins(x: torch.Tensor) -> torch.Tensor:
+        ids, rows = torch.unique(prints(x), return_inverse=True)
+        return (ids * 2 + 1)[rows].sin()
+
+    torch._dynamo.reset()
+    compiled, other = thunderfx(begins, backend="tape"), thunderfx(lambda x: x.sin() + 1, backend="tape")
+    compiled(torch.ones(3))
+    other(torch.ones(3))
+    line, start = prints.__code__.co_firstlineno + 1, f"begins (test_advice.py:{begins.__code__.co_firstlineno})"
+    said = str(explain(compiled))
+    assert (
+        f'\n  test_advice.py:{line}: print("called")\n      graph break after the start of {start}, called from '
+        in said
+    )
+    unique = f"graph break after the start of {start}: the size of what torch.unique returns depends on what tensors"
+    assert f"\n  test_advice.py:{line + 4}: ids, rows = torch.unique(prints(x), return_inverse=True)\n" in said
+    assert f"\n      {unique}" in said and not explain(other).breaks
+
+
+class _Packed(_Recurrent):
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = pack_padded_sequence(torch.tanh(x), lengths, enforce_sorted=False)
+        return pad_packed_sequence(self.layer(packed)[0])[0] * 2
+
+
+class _Padded(_Recurrent):
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        mask = torch.arange(x.shape[0])[:, None] < lengths
+        return torch.where(mask[..., None], self.layer(torch.tanh(x))[0], 0.0) * 2
+
+
+def test_advice_for_packed_sequences(monkeypatch):
+    """With ``allow_rnn``, Dynamo would raise for them."""
+    run_what_inductor_gets(monkeypatch)
+    packed, padded = _Packed(), _Padded()
+    padded.load_state_dict(packed.state_dict())
+    inputs = torch.randn(4, 2, 2), torch.tensor([2, 4])
+    torch._dynamo.reset()
+    broken = thunderfx(packed, backend="tape")
+    broken(*inputs)
+    said = str(explain(broken))
+    assert (
+        "packed sequence, which Dynamo does not trace\n        to change it: give the layer the padded tensor" in said
+    )
+    assert "to change it: set torch._dynamo.config.allow_rnn = True" in said and "it has to get a padded tensor" in said
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(allow_rnn=True):
+        mended = thunderfx(padded, backend="tape")
+        torch.testing.assert_close(mended(*inputs), packed(*inputs))
+    assert not explain(mended).breaks
 
 
 def test_advice_for_a_graph_break_in_a_loop_of_which_dynamo_compiles_nothing():

@@ -97,7 +97,7 @@ def test_a_region_says_what_it_did_and_is_red_if_it_runs_eagerly(report: Report)
     assert bad is not None and "runs eagerly" in bad[2] and bad[1] != good[1]
 
 
-def test_a_region_that_only_ran_eagerly_is_neither_green_nor_red(report: Report) -> None:
+def test_a_region_without_a_graph_is_neither_green_nor_red(report: Report) -> None:
     (trace,) = report.traces
     fine = trace.regions[0]
     kinds = (fine, replace(fine, captures=0, eager_runs=0), replace(fine, captures=0, eager_runs=3))
@@ -105,7 +105,7 @@ def test_a_region_that_only_ran_eagerly_is_neither_green_nor_red(report: Report)
         replace(report, traces=(replace(trace, regions=(each, trace.regions[1])),))._repr_html_() for each in kinds
     ]
     captured, planned, eager = (re.findall(r'<summary style="([^"]*)"><b>CUDAGraph1', page) for page in pages)
-    assert captured == planned != eager and f'fill="{eager[0].partition(": ")[2]}"' in pages[2].split("CUDAGraph1")[1]
+    assert captured != planned == eager and f'fill="{eager[0].partition(": ")[2]}"' in pages[2].split("CUDAGraph1")[1]
 
 
 _REGIONS = ("CUDAGraph1", "CUDAGraph2")
@@ -317,6 +317,14 @@ def test_in_a_browser(page: Any, report: Report, large: Report, tmp_path: Path) 
     assert wide["boxes"] == wide["closed"] == 3 and most["boxes"] == most["closed"] == 101
     assert 0 <= wide["headline"] < 50 and 0 < most["loaded"] < 2000
     assert changes["background"] == narrow["background"]
+    said = "(cell) => getComputedStyle(cell, '::before').content"
+    page.set_viewport_size({"width": 500, "height": 800})
+    page.goto((tmp_path / "narrow.html").as_uri())
+    assert page.eval_on_selector("td:last-child:not([colspan]):not(:empty)", said) == '"to change it: "'
+    page.goto((tmp_path / "changes.html").as_uri())
+    assert page.eval_on_selector("td:last-child", said) == "none"
+    page.set_viewport_size({"width": 1400, "height": 800})
+    page.goto((tmp_path / "large.html").as_uri())
 
     folded = page.get_by_text("m.py:4998")
     assert not folded.is_visible()

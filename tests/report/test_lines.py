@@ -56,10 +56,10 @@ def test_one_line_with_several_causes_is_one_entry_and_says_a_fix_once(report: R
         "        why: it waits",
         "        to change it: call vector_norm",
         "      norm_vjp makes 1 op eager: data-dependent",
-        "        why: the host waits for <f51>",
+        "        why: as above",
         "        to change it: as above",
         "      torch.add in a sum of gradients makes 1 op eager: data-dependent",
-        "        why: the host waits for <f51>",
+        "        why: as above",
         "        to change it: as above",
         "  a line unknown to Dynamo",
         "      graph break after Net, graph 1: a line that nobody knows",
@@ -76,12 +76,19 @@ def test_many_lines_say_a_long_fix_once_and_the_last_ones_are_counted(report: Re
     long, short = "keep the value on the device " * 4, "keep it"
     (cause,) = report.causes
     many = tuple(
-        replace(cause, place=f"at model.py:{i}", fix=short if i == 2 else long, added_regions=99 - i)
+        replace(
+            cause,
+            place=f"at model.py:{i}",
+            detail=f"{long}, as it waits",
+            fix=short if i == 2 else long,
+            added_regions=99 - i,
+        )
         for i in range(1, 40)
     )
     first, *said = lines.by_line(Report(report.traces, causes=many))
     assert first == lines.HEADING and said[3] == f"        to change it: {long}"
     assert said[7] == f"        to change it: {short}" and said[11] == "        to change it: as for model.py:1"
+    assert said[2] == f"        why: {long}, as it waits" and said[10] == "        why: as for model.py:1"
     assert len(said) == 30 * 4 + 1 and said[-1] == "  9 more lines: see explain(fn).causes, .breaks and .outside"
 
 
@@ -102,6 +109,28 @@ def test_a_norm_an_item_and_a_branch_in_one_line_are_one_entry() -> None:
     starts = [text.split()[0] for text in entry if not text.startswith("        ")]
     assert starts == ["graph", "gt", "torch.norm", "Tensor.item"], entry
     assert "\n".join(said).count(line) == 1 and said[start - 1] == lines.HEADING
+
+
+def test_what_has_nothing_to_gain_is_one_line() -> None:
+    def masked(x: torch.Tensor) -> torch.Tensor:
+        mask = x > 0
+        rows = x[mask]
+        return rows.sum()
+
+    def read(x: torch.Tensor) -> torch.Tensor:
+        print(x.sum())
+        return torch.relu(x) * 2
+
+    for function in (masked, read):
+        torch._dynamo.reset()
+        compiled = thunderfx(function, backend="tape")
+        compiled(torch.ones(4))
+        said = [*lines.by_line(explain(compiled))]
+        small = f"  test_lines.py:{function.__code__.co_firstlineno + 1}"
+        end = ": 1 op eager, in too small a region to gain; nothing has to change"
+        small += f", and 1 more: 2 ops{end[6:]}" if function is masked else end
+        assert said[0] == lines.HEADING and said[-1] == small, said
+        assert not any("nothing to gain" in each for each in said) and sum("graph break" in each for each in said) == 1
 
 
 def arithmetic(x: torch.Tensor) -> torch.Tensor:
@@ -130,7 +159,7 @@ def test_with_scalar_outputs_captured_a_number_is_outside_of_graphs_all_the_same
         again = thunderfx(function, backend="tape")
         torch.testing.assert_close(again(x), function(x), rtol=0, atol=0)
     report = explain(again)
-    assert "capture_scalar_outputs" not in str(report)
+    assert "capture_scalar_outputs" not in str(report) and "Sym" not in str(report), "what the user has not written"
     assert "Tensor.item" in {cause.name for cause in report.causes} and report.outside
     assert {part.reason for part in report.breaks} == (
         {"a branch on what a tensor holds"} if function is branches else set()

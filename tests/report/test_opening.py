@@ -11,6 +11,7 @@ import thunder
 import torch
 from thunder.core.interpreter import InterpreterError, ProvenanceRecord, PseudoInst
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.flop_counter import FlopCounterMode
 
 from thunder_cg import cudagraph_transform, explain, plan, thunderfx
@@ -167,6 +168,7 @@ def test_what_thunder_raises_of_a_module_has_a_note(transform, device) -> None:
             f"Thunder raised this while it compiled Branches: NotImplementedError at {line}: casting"
         )
         assert "To try: for a branch on what a tensor holds, or for int(), float()" in note
+        assert "of it, choose with torch.where(condition, a, b) if it is a branch, or use thunder_cg.thunderfx" in note
 
 
 def test_what_others_compile_has_no_note(transform) -> None:
@@ -208,10 +210,14 @@ def test_an_operator_for_which_thunder_has_no_gradient(backend, device) -> None:
         ),
         (lambda x: x + x.nonzero().sum(), "for a result whose size depends on what a tensor holds"),
         (lambda x: x + torch.linspace(0, 1, 3), "for a function that Thunder does not know, use thunder_cg.thunderfx"),
+        (
+            lambda x: pack_padded_sequence(x.view(1, 3, 1), torch.tensor([3]), batch_first=True).data,
+            "for a packed sequence, give the layer the padded tensor",
+        ),
         (lambda x: x + x.numpy().sum(), "for NumPy in what is compiled, call PyTorch's function of that name, or use"),
         (lambda x: x + x.nothing(), "call the function without Thunder: if that raises too, fix the function"),
     ],
-    ids=["float", "equal", "item", "size", "nonzero", "linspace", "numpy", "unknown"],
+    ids=["float", "equal", "item", "size", "nonzero", "linspace", "packed", "numpy", "unknown"],
 )
 def test_what_to_try_goes_by_what_thunder_raised(fn, advice) -> None:
     said = str(plan(fn, torch.ones(3)))
@@ -327,6 +333,27 @@ def test_errors_of_this_package_say_themselves_what_to_try(where: str) -> None:
     assert to_try(f"{where}ValueError: a SharedMemoryError: overlaps", is_of_dynamo=bool(where)) != ""
 
 
+def test_shapes_and_what_follows_from_them_are_said_once() -> None:
+    """A number of Dynamo's that is a size is no other cause, and advice is not given twice."""
+
+    def masked(x: torch.Tensor) -> torch.Tensor:
+        return (x[x > 0] * 2).sin() + 1
+
+    torch._dynamo.reset()
+    compiled = thunderfx(masked, backend="tape")
+    for size in (4, 5, 6, 7):
+        compiled(torch.ones(size))
+    said = [line for line in opening.opening(explain(compiled)).splitlines() if " so far (" in line]
+    assert said and not any("of a number from before the graph break" in line for line in said)
+    torch._dynamo.reset()
+    whole = thunderfx(lambda x: x.sin() * 2 + 1, backend="tape")
+    for size in (4, 5, 6, 7):
+        whole(torch.ones(size))
+    text = opening.opening(explain(whole))
+    assert "To have fewer: pad to a few sizes" in text and text.count("pad to a few sizes") == 1, text
+    assert text.splitlines()[-1].endswith("; as above")
+
+
 def test_functions_without_a_backward_are_said_once(transform, device) -> None:
     net = thunder.jit(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)).to(device), transforms=[transform()])
     for _ in range(2):
@@ -335,3 +362,6 @@ def test_functions_without_a_backward_are_said_once(transform, device) -> None:
     others = tuple(replace(trace, function="Other") for trace in report.traces)
     said = [line for line in str(replace(report, traces=report.traces + others)).splitlines() if "No backward" in line]
     assert len(said) == 1 and said[0].startswith("No backward ran of Sequential, compiled version 0, and 1 more: for ")
+    trained = [replace(each, function="Trained", calls=1) for each in report.traces if each.kind == "backward"]
+    (said_in_training,) = opening.without_backward(replace(report, traces=(*report.traces, *trained)))
+    assert "compiled version 0: compute what no gradient needs, such as a metric or an evaluation" in said_in_training

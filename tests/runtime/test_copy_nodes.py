@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from itertools import count
 from types import SimpleNamespace
 
@@ -90,7 +91,7 @@ def test_a_fast_replay(fake):
         each.bind("executable")
     stream = SimpleNamespace(index=0, lock=nullcontext(), order=SimpleNamespace(last_raw=7))
     replay = graph._make_fast_replay(
-        stream, cuda.graph_launcher("executable"), *(each.set_addresses for each in copies)
+        stream, partial(cuda.driver.cuGraphLaunch, "executable"), *(each.set_addresses for each in copies)
     )
     replay(others, others)
     assert fake.launches == [("executable", 7)] and len(fake.updates) == 2
@@ -98,7 +99,7 @@ def test_a_fast_replay(fake):
     with pytest.raises(ReplayRefused):
         replay([], others)  # whatever fails before the launch
     assert len(fake.launches) == 1
-    only_launch = graph._make_fast_replay(stream, cuda.graph_launcher("executable"), None, None)
+    only_launch = graph._make_fast_replay(stream, partial(cuda.driver.cuGraphLaunch, "executable"), None, None)
     fake.answer = FAILED
     with pytest.raises(ReplayRefused, match=r"launch a graph.*OUT_OF_MEMORY"):
         only_launch([], [])

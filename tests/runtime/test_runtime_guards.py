@@ -77,6 +77,6 @@ def test_the_same_tensor_twice():
 @pytest.mark.parametrize("static", [set(), {0}])
 def test_written_memory_must_not_be_shared(static):
     base = torch.zeros(8)
-    overlap = OverlapGuard.of([base[:4], torch.zeros(4)], static, frozenset({0}))
+    overlap = OverlapGuard([base[:4], torch.zeros(4)], static, frozenset({0}))
     assert overlap.admits([base[:4], torch.zeros(4)])
     assert not overlap.admits([base[:4], base[4:]])

@@ -18,7 +18,7 @@ from thunder.distributed import ddp
 from torch import nn
 
 from thunder_cg import OptionError, cudagraph_transform, explain, graphed_step, profile, thunderfx
-from thunder_cg.runtime import skip_reasons, tape, timers
+from thunder_cg.runtime import backend as protocols, skip_reasons, tape
 from thunder_cg.runtime.call import Mode
 from thunder_cg.runtime.recording import RegionGraph
 from thunder_cg.runtime.region import RuntimeRegion
@@ -54,7 +54,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Regions take 10 µs as a graph and 50 µs eagerly, unless a test says otherwise."""
     made = Clock()
-    monkeypatch.setattr(timers, "time", made)
+    monkeypatch.setattr(protocols, "time", made)
     run, replay = RuntimeRegion._run_eagerly, RegionGraph.replay
 
     def run_eagerly(self: RuntimeRegion, call: Any, args: Any) -> Any:

@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
+from thunder_cg.runtime.backend import HostTimer
 from thunder_cg.runtime.cuda.backend import EventTimer
-from thunder_cg.runtime.timers import HostTimer
 
 DEVICE = torch.device("cuda", 1)
 

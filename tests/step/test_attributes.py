@@ -321,3 +321,31 @@ def test_what_the_package_looks_up_itself_is_not_the_steps(step_twins):
 
     step = step_twins.train(make, 5)
     assert not any("attribute" in reason for reason in step.in_python), step.in_python
+
+
+class CountsReads:
+    def __init__(self):
+        self.found, self.reads = [], 0
+
+    @property
+    def losses(self):
+        self.reads += 1
+        return self.found
+
+
+def append_to(owner, loss):
+    owner.losses.append(loss)
+
+
+@pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")
+def test_a_property_runs_as_often_as_the_step_reads_it(step_twins):
+    owner = CountsReads()
+
+    def fn(x, y):
+        append_to(owner, x.sum())
+        return x.sum()
+
+    step = step_twins.graphed(fn)
+    for i in range(8):
+        step(*step_twins.batch())
+        assert (len(owner.found), owner.reads) == (i + 1, i + 1)

@@ -239,7 +239,7 @@ def append(kept, loss):
 @pytest.mark.parametrize(
     ("keep", "change", "fix", "instead"),
     [  # of a tensor, += writes in place
-        (count, "kept.count", _KEEP, count),
+        (count, "kept.count", f"{_KEEP}; {fixes._COUNTED}", count),
         (append, "len(kept.losses)", "return what it adds, and add that outside of the step", lambda kept, loss: None),
     ],
 )
@@ -262,6 +262,64 @@ def test_what_python_keeps(run, device, keep, change, fix, instead):
     assert " (see test_fixes.py:" in said
     step, said = run(keeping(instead, torch.zeros((), device=device)))
     assert step.replays >= 6 and not said, said
+
+
+_seen = 0
+
+
+def test_what_the_step_only_adds_to_goes_on_counting(step_twins):
+    def adds(x):
+        global _seen
+        _seen += x.size(0)
+        return x * 2
+
+    def adds_a_variable(x):
+        global _seen
+        size = x.size(0)
+        _seen += size
+        return x * 2
+
+    x = torch.ones(3, device=step_twins.device)
+    broken, mended = map(step_twins.graphed, (adds, adds_a_variable))
+    with pytest.warns(UserWarning, match=r"a graph goes on counting what the step only adds to, as .*, n \+= size$"):
+        [broken(x) for _ in range(10)]
+    before = _seen
+    [mended(x) for _ in range(8)]
+    assert broken.replays == 0 and mended.replays >= 6 and _seen == before + 24
+    (said,) = explain(broken).in_python
+    assert f" in each step\n      {_KEEP}\n      {fixes._COUNTED}\n" in "\n".join(explain(broken).lines()) + "\n"
+    assert " in each step; " in said, "once, although the first calls had it that it is in the step"
+
+
+def test_all_that_a_trainer_keeps_is_said(step_twins):
+    class Trainer:
+        steps, rate, last = 0, 0.9, 0.0
+
+        def step(self, x):
+            self.rate = self.rate * 0.9
+            self.last = float(self.steps)
+            self.steps = self.steps + 1
+            return x * self.rate
+
+    graphed = step_twins.graphed(Trainer().step)
+    with pytest.warns(UserWarning, match="in each step") as found:
+        [graphed(torch.ones(3, device=step_twins.device)) for _ in range(8)]
+    said = str(found[-1].message)
+    assert all(f"self.{name} " in said for name in ("steps", "rate", "last")) and said.endswith(" changed, too"), said
+
+
+def test_later_reads_on_the_host_are_said_at_once(step_twins):
+    def reads(x):
+        first = x.sum().item()
+        second = float(x.max())
+        item = x.min().tolist()
+        return x * first * second * item
+
+    step = step_twins.graphed(reads)
+    [step(torch.ones(3, device=step_twins.device)) for _ in range(4)]
+    line = reads.__code__.co_firstlineno + 1
+    (said,) = (each for each in step.in_python if f"test_fixes.py:{line} " in each)
+    assert said.endswith(f"; so do test_fixes.py:{line + 1} and test_fixes.py:{line + 2}, if it is of a tensor"), said
 
 
 def test_what_the_loop_decides(step_twins):
@@ -686,8 +744,10 @@ def test_what_else_changes_is_named(run):
 
 
 @pytest.mark.parametrize("rate", [0.01, torch.tensor(0.01)], ids=["number", "tensor"])
-def test_a_scheduler_goes_after_the_step(run, rate):
+def test_a_scheduler_goes_after_the_step(run, rate, device):
     """What it counts is PyTorch's, and no tensor."""
+    is_tensor = isinstance(rate, torch.Tensor)
+    rate = rate.to(device) if is_tensor else rate
 
     def make(model, optimizer, *, inside=True):
         schedule = LambdaLR(optimizer, lambda i: 1 / (1 + i))
@@ -703,7 +763,6 @@ def test_a_scheduler_goes_after_the_step(run, rate):
 
     step, (*_, said) = run(make, lr=rate, fused=True)
     fix = "call schedule.step() after the step"
-    is_tensor = isinstance(rate, torch.Tensor)
     assert step.replays == 0 and said.count(fix) == 1 and "writes in place" not in said, said
     assert (fixes._RATE in said) != is_tensor, said
 
@@ -783,4 +842,4 @@ def test_one_thing_that_changes_is_said_once(run):
     step, _ = run(make, torch.optim.AdamW, fused=True)
     (said,) = (each for each in explain(step).in_python if "kept.count" in each)
     assert explain(step).in_python[said] == 10 and " and later to others (see test_fixes.py:" in said, said
-    assert said.endswith(f", in each step; {_KEEP}")
+    assert said.endswith(f", in each step; {_KEEP}; {fixes._COUNTED}")

@@ -201,6 +201,80 @@ def test_gradients_are_accumulated_over_steps(step_twins):
     assert update.replays >= 3, why(update)
 
 
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("form", ["a flag", "two steps"])
+def test_accumulation_captures_each_kind_of_call_once(step_twins, form, to_none):
+    """The first micro-batch, those that add to it, and the last; if gradients stay, the first adds, too."""
+
+    def run(graphed):
+        model = step_twins.model()
+        optimizer = sgd(model.parameters())
+
+        def micro(x, y, is_last=False):
+            loss = cross_entropy(model(x), y) / 3
+            loss.backward()
+            if is_last:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=to_none)
+            return loss
+
+        def last(x, y):
+            return micro(x, y, True)
+
+        steps = [micro, last] if form == "two steps" else [micro]
+        steps = [*map(step_twins.graphed, steps)] if graphed else steps
+        torch.manual_seed(1)
+        found = []
+        for i in range(27):
+            is_last = i % 3 == 2
+            args = (is_last,) if form == "a flag" else ()
+            found.append(steps[is_last and len(steps) > 1](*step_twins.batch(), *args).detach())
+        return [*found, *model.state_dict().values()], steps
+
+    expected, _ = run(False)
+    found, steps = run(True)
+    same(found, expected)
+    captures = sum(step.captures for step in steps)
+    assert captures == (3 if to_none else 2) and steps[0].replays >= 12, [*map(why, steps)]
+
+
+@pytest.mark.parametrize("held", ["nothing", "one", "all", "a view"])
+def test_gradients_that_are_made_outside_of_the_step(step_twins, held):
+    """They are elsewhere in each call, and what somebody holds is not overwritten."""
+
+    def run(graphed):
+        model = step_twins.model()
+        optimizer = sgd(model.parameters())
+
+        def update():
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            return norm
+
+        step = step_twins.graphed(update) if graphed else update
+        torch.manual_seed(1)
+        found, kept = [], []
+        for i in range(16):
+            x, y = step_twins.batch()
+            cross_entropy(model(x), y).backward()
+            kept.append(torch.empty(64 + i, device=step_twins.device))  # so that memory is not used again
+            if held == "all" or (held == "one" and i == 8):
+                kept.append(model[0].weight.grad)
+            elif held == "a view":
+                kept.append(model[0].weight.grad[0])
+            found.append(step())
+        return [*found, *(each for each in kept if len(each) < 64), *model.state_dict().values()], step
+
+    expected, _ = run(False)
+    found, step = run(True)
+    same(found, expected)
+    if held in ("nothing", "one"):
+        assert step.captures <= 2 and step.replays >= 12, why(step)
+    else:
+        assert step.captures == 2 and "somebody holds that memory; make them in the step" in why(step), why(step)
+
+
 def test_gradients_of_another_step(step_twins):
     """A GAN with a step for each network: one leaves the gradients of the other alone, which come and go."""
 
@@ -242,6 +316,72 @@ def test_gradients_of_another_step(step_twins):
     found, steps = run(True)
     same(found, expected)
     assert [step.replays for step in steps] >= [16, 8], [*map(why, steps)]
+
+
+@pytest.mark.parametrize("between", ["critic", "critic, score"])
+def test_one_step_for_two_networks_in_turn(step_twins, between):
+    """Each graph leaves the gradients of the other network alone, also where it was captured before these were made."""
+
+    def run(graphed):
+        torch.manual_seed(2)
+        generator, critic = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 4)), nn.Linear(4, 1)
+        generator, critic = generator.to(step_twins.device), critic.to(step_twins.device)
+        optimizers = {"generator": sgd(generator.parameters()), "critic": sgd(critic.parameters())}
+
+        def train(x, z, which):
+            if which == "score":
+                with torch.no_grad():
+                    return critic(generator(z)).mean() + critic(torch.cat([x] * 4)).square().mean()
+            optimizers[which].zero_grad()
+            loss = -critic(generator(z)).mean()
+            if which == "critic":
+                loss = critic(x).mean() - loss
+            loss.backward()
+            optimizers[which].step()
+            return loss
+
+        step = step_twins.graphed(train) if graphed else train
+        kinds = ["generator", *between.split(", ")]
+        found = []
+        for i in range(24):
+            x, z = torch.randn(5, 4), torch.randn(5, 3)
+            found.append(step(x.to(step_twins.device), z.to(step_twins.device), kinds[i % len(kinds)]).detach())
+            found += [p.grad.clone() for p in (*generator.parameters(), *critic.parameters()) if p.grad is not None]
+        return [*found, *generator.state_dict().values(), *critic.state_dict().values()], step
+
+    expected, _ = run(False)
+    found, step = run(True)
+    same(found, expected)
+    assert step.captures <= 4 and step.replays >= 14, why(step)
+
+
+def test_accumulation_with_an_evaluation_between(step_twins):
+    """The graph of the evaluation, which was captured before, does not overwrite gradients that are added to."""
+
+    def run(graphed):
+        model = step_twins.model()
+        optimizer = sgd(model.parameters())
+
+        def train(x, y, kind):
+            if kind == "score":
+                with torch.no_grad():
+                    return cross_entropy(model(torch.cat([x] * 5)), torch.cat([y] * 5))
+            loss = cross_entropy(model(x), y) / 2
+            loss.backward()
+            if kind == "last":
+                optimizer.step()
+                optimizer.zero_grad()
+            return loss
+
+        step = step_twins.graphed(train) if graphed else train
+        torch.manual_seed(1)
+        kinds = ["micro", "score", "micro", "last", "score"]
+        return [step(*step_twins.batch(), kinds[i % 5]).detach() for i in range(40)], step
+
+    expected, _ = run(False)
+    found, step = run(True)
+    same(found, expected)
+    assert step.captures <= 5 and step.replays >= 18, why(step)
 
 
 def test_a_gradient_that_is_still_held_is_not_overwritten(step_twins):
@@ -514,6 +654,13 @@ def test_a_batch_of_another_size_takes_nothing_from_the_usual_one(step_twins):
     for _ in range(6):
         step(*step_twins.batch())
     assert (step.captures, step.replays) == (2, replays + 6), why(step)
+
+
+def test_the_advice_for_shapes_fits(step_twins):
+    step = step_twins.graphed(lambda x: x.sum())
+    for width in (4, 3):
+        step(torch.ones(5, width, device=step_twins.device))
+    assert "pad to a few sizes" in why(step) and "drop_last" not in why(step), why(step)
 
 
 def test_values_that_the_step_reads_from_outside(step_twins):
@@ -1015,7 +1162,7 @@ def test_a_result_that_is_a_gradient(step_twins):
         return model[0].weight.grad
 
     step = step_twins.graphed(fn)
-    for _ in range(5):
+    for _ in range(12):
         results.append(step(*step_twins.batch()))
     for result in results:
         same(result, model[0].weight.grad)
@@ -1195,6 +1342,24 @@ def test_an_exception_of_a_replay_has_a_note():
     assert "call <lambda> without graphed_step()" in note
     assert "; 1 capture; 1 replay raised an error" in str(explain(step)).partition("\n")[0]
     assert step.calls == step.replays + step.captures + sum(step.in_python.values()) + step.raised
+
+
+@pytest.mark.parametrize("value", [0.5, "tensor"], ids=["number", "tensor"])
+def test_what_a_mask_writes(step_twins, device, value):
+    """A number is filled in where the mask is; a tensor's elements are placed after the mask was read on the host."""
+    value = torch.tensor([0.5], device=device) if value == "tensor" else value
+
+    def fn(x):
+        x = x.clone()
+        x[x > 0] = value
+        x[:, x[0] < 0] = value
+        return x
+
+    step = step_twins.graphed(fn)
+    for _ in range(5):
+        x, _ = step_twins.batch()
+        same(step(x.clone()), fn(x))
+    assert step.replays == 3 * isinstance(value, float), step.in_python
 
 
 # ----------------------------------------------------------------------------------------------- what people also write

@@ -517,6 +517,31 @@ def counts_in_a_circle_of_a_descriptor(model):
     return counts(type("Keeper", (Keeper,), {"before": Circle()})(model))
 
 
+def keeps_one_list_twice(model):
+    keeper, lists = Keeper(model), []
+
+    def keep(loss, logits):
+        keeper.before = [loss.detach()]
+        lists.append(keeper.before)
+
+    return keep, lambda: torch.tensor([each is keeper.before for each in lists])
+
+
+def keeps_a_dictionary_of_before(model):
+    keeper = Keeper(model)
+    keeper.loss, keeper.before = {"loss": keeper.loss}, {"loss": keeper.loss}
+    held = []
+
+    def keep(loss, logits):
+        keeper.before, keeper.loss = keeper.loss, {"loss": loss.detach()}
+
+    def kept():
+        held.append(keeper.loss)
+        return torch.tensor([each is keeper.before for each in held])
+
+    return keep, kept
+
+
 def gives_an_attribute(model):
     keeper = Keeper(model)
 
@@ -572,6 +597,8 @@ REFUSED = {
     counts_in_a_circle: "keeper.before changed from",
     counts_in_a_circle_of_a_descriptor: "keeper.before changed from",
     gives_an_attribute: "keeper.loss changed",
+    keeps_a_dictionary_of_before: "keep a copy, such as dict(metrics)",
+    keeps_one_list_twice: "the step keeps a list in two places",
     keeps_a_parameter: "keeper.before changed",
 }
 
@@ -625,6 +652,21 @@ def test_one_tensor_stays_one(step_twins):
     found, step = run(True)
     same(found, expected)
     assert step.replays >= 5, step.in_python
+
+
+def test_a_dictionary_that_the_step_keeps_and_returns(step_twins):
+    """It gives what the step has put there, not what was there before."""
+    metrics = {"sum": torch.zeros((), device=step_twins.device)}
+
+    def fn(x, y):
+        metrics["sum"] = x.sum()
+        return metrics
+
+    step = step_twins.graphed(fn)
+    for _ in range(6):
+        x, y = step_twins.batch()
+        same([step(x, y)["sum"], metrics["sum"]], [x.sum(), x.sum()])
+    assert step.replays >= 2, step.in_python
 
 
 def test_an_argument_that_is_carried(step_twins):

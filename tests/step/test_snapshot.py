@@ -230,6 +230,25 @@ def test_what_a_capture_has_changed_is_undone(step_twins, kind):
     assert step.captures == 0 and max(step.in_python.values()) == 3, step.in_python
 
 
+def append_to(owner, loss):
+    owner.losses.append(loss)
+
+
+def test_what_a_capture_has_appended_to_a_list_of_an_object_is_undone(step_twins):
+    """The step passes the object on, so that no bytecode names the list."""
+    owner = Plain()
+    owner.losses = []
+
+    def fn(x, y):
+        append_to(owner, loss := x.sum())
+        return torch.ones(int(loss.item() > 0), device=loss.device)
+
+    step = step_twins.graphed(fn)
+    for _ in range(6):
+        step(*step_twins.batch())
+    assert len(owner.losses) == 6 and "the host reads a value" in str([*step.in_python]), step.in_python
+
+
 @pytest.mark.parametrize("changes", [False, True], ids=["nothing", "a flag"])
 def test_what_a_first_replay_that_is_refused_has_changed_is_undone(step_twins, monkeypatch, changes):
     """The capture has set a flag, which replays would not, and has left gradients that were not computed."""

@@ -555,8 +555,8 @@ def test_gradients_still_go_in_bulk(twins, device):
     """A verified call goes through Thunder's dispatch, which must not exhaust what accumulates gradients in bulk."""
     _, graphed = twins(mlp(1), verify=2)
     outcomes(graphed, [torch.randn(4, 16, device=device) for _ in range(200)], backward=True)
-    (entry,) = graphed._forward_fn._entries
-    ((_, path),) = entry._training
+    (entry,) = graphed._forward_fn._certain()
+    ((_, path),) = entry._recorded
     x = torch.randn(4, 16, device=device)
     graphed(x)
     kept = path._keeper._kept

@@ -12,6 +12,10 @@ from thunder_cg.analysis.sources import SourceLine
 
 _BRANCH = "choose with torch.where(condition, a, b), which computes both, or branch outside of the compiled function"
 _NO_GRADIENT = "; in training under torch.no_grad(), as a number has no gradient"
+NUMBER_OF_DYNAMO = (
+    "takes a number that is read from a tensor, which Thunder does not take from a graph of Dynamo's; keep the number "
+    "on the device, as a 0-dim tensor"
+)
 _COMPUTED = "leave the read out: operators take a 0-dim tensor in the place of a number"
 _CLAMPED = f"torch.clamp(value, min=...) in the place of max(), with max= for min(), of a 0-dim tensor{_NO_GRADIENT}"
 _UNBOUND = f"Tensor.unbind in the place of tolist(), which gives 0-dim tensors{_NO_GRADIENT}"
@@ -44,6 +48,15 @@ _OF_SIZE = {  # by what is in the name of the operator, in the line, or in the m
     "only specifying a condition": _ROWS,  # torch.where(mask)
     "unique": FIXED_SIZE,
 }
+
+RECURRENT = (
+    "set torch._dynamo.config.allow_rnn = True, with which the layer is left to Inductor; it has to get a padded tensor"
+)
+PACKS = "pack_padded_|pad_packed_|pack_sequence"  # functions of packed sequences, as a regular expression
+PADDED = (
+    "give the layer the padded tensor: of a layer that is not bidirectional, outputs up to each length are the same; "
+    "mask those after it; the last state is the output at length - 1, or one for each layer"
+)
 
 _READS = ("item", "tolist", "float", "int", "bool")  # methods, and then what may also be called with numbers
 _CHANGES = frozenset({"round", "abs", "str", "tuple", "list"})  # what they return is the number still

@@ -25,7 +25,6 @@ from thunder_cg.compat.distributed import capture_problem
 from thunder_cg.compat.lines import BEFORE_BREAK
 from thunder_cg.compat.operators import is_function, is_in_library, library_names
 from thunder_cg.compat.thunder import bound_functions, proxy_shape
-from thunder_cg.errors import OptionError
 
 _SIMILAR = 0.7  # of two names, from 0 to 1, that one may be a misspelling of the other
 _VERY_SIMILAR = 0.8  # of one that no trace has
@@ -51,26 +50,11 @@ class Verdict:
 class UserRules:
     """The user's own rules: operators by id (``"my_op"``), executor and id (``"my_ex.my_op"``), printed name
     (``"torch.nn.functional.linear"``), name in ``torch.library`` (``"ns::op"`` or ``"torch.ops.ns.op"``), or by the
-    function that their symbol calls.
-
-    Raises:
-        OptionError: for a pattern that cannot be a name, or is in both.
+    function that their symbol calls. `Options` has checked them.
     """
 
     allow: frozenset[Pattern] = frozenset()
     deny: frozenset[Pattern] = frozenset()
-
-    def __post_init__(self) -> None:
-        for option, patterns in (("allow", self.allow), ("deny", self.deny)):
-            for pattern in patterns:
-                is_name = isinstance(pattern, str) and pattern != "" and pattern == "".join(pattern.split())
-                if not (is_name or callable(pattern)):
-                    fix = 'write "id", "executor.id" or "torch.add"'
-                    raise OptionError(option, pattern, "names without spaces", fix)
-        if both := self.allow & self.deny:
-            raise OptionError(
-                "allow", sorted(map(str, both)), "names that deny= does not hold too", "name each operator once"
-            )
 
     def allows(self, op: Op) -> bool:
         return bool(self.allow) and any(name in self.allow for name in _patterns(op))
@@ -450,11 +434,7 @@ def _patterns(op: Op) -> Iterator[Pattern]:
 def _walk(op: Op) -> Iterator[Op]:
     """The op and, for a fusion, everything inside of it. The inside of another op only documents the op."""
     yield op
-    inside = [*reversed(op.subs)] if op.is_fusion else []
-    while inside:
-        sub = inside.pop()
-        yield sub
-        inside.extend(reversed(sub.subs))
+    yield from _with_parts(op.subs) if op.is_fusion else ()
 
 
 def _devices(op: Op, values: Mapping[str, Value]) -> dict[str, str]:

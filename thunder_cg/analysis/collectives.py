@@ -63,7 +63,7 @@ def schedule_collectives(trace: compat.TraceCtx) -> compat.TraceCtx:
     if order != sorted(order):
         ops = read(trace := in_order(trace, ops, order))
         aliasing = Aliasing.of(ops)
-    scheduled = compat.del_last_used(in_order(trace, ops, schedule(ops, aliasing)))
+    scheduled = compat.del_last_used(in_order(trace, ops, Scheduler(ops, aliasing).run()))
     scheduled.set_provenance(compat.TraceProvenance("Schedule of collectives"))
     return scheduled
 
@@ -93,8 +93,8 @@ def waits_before_writes(ops: Ops, aliasing: Aliasing) -> list[int]:
     return [*order]
 
 
-def schedule(ops: Ops, aliasing: Aliasing) -> list[int]:
-    """The indices of all ops in the order in which they run.
+class Scheduler:
+    """The order in which all ops run.
 
     A collective whose input is made in the trace is issued right after that. One whose input is there from the start,
     such as a parameter, is issued in the order of first uses, at most `_IN_FLIGHT` bytes ahead. A wait comes right
@@ -102,62 +102,7 @@ def schedule(ops: Ops, aliasing: Aliasing) -> list[int]:
     Collectives that can be `coalesced` are issued one after the other, once they are `_COALESCED` bytes or one of them
     is waited for.
     """
-    return Scheduler(ops, aliasing).run()
 
-
-def coalesced(ops: Sequence[Op], values: Mapping[str, Value]) -> list[list[int]]:
-    """The positions of all ops, those of collectives that one launch makes in one list. See the note."""
-    launches: list[list[int]] = []
-    last: Hashable = None
-    total = 0
-    for position, op in enumerate(ops):
-        kind, nbytes = _coalesced_kind(op, values), _nbytes(op, values)
-        if kind is not None and kind == last and total + nbytes <= _COALESCED:
-            launches[-1].append(position)
-            total += nbytes
-        else:
-            launches.append([position])
-            last, total = kind, nbytes
-    return launches
-
-
-def described(ops: Sequence[Op], values: Mapping[str, Value]) -> str:
-    """A hash of what ranks have to launch alike: the collectives, what they take, and which are together.
-
-    All else may differ, such as the size of a batch, and so may the size of what an exchange gives.
-    """
-    launches = [[ops[i] for i in launch if ops[i].communicates] for launch in coalesced(ops, values)]
-    taken = {name: (value.dtype, value.nbytes) for name, value in values.items() if value.kind == "tensor"}
-    said = [[(op.name, [*map(taken.get, op.inputs)]) for op in launch] for launch in launches if launch]
-    return sha256(repr(said).encode()).hexdigest()
-
-
-def of_parallelism(ops: Ops) -> list[Op]:
-    """The collectives of Thunder's own parallelism, which another op waits for; all others are the user's."""
-    return [
-        op
-        for op in ops.ops
-        if op.id in _GATHERS | _REDUCTIONS and any(ops.values[name].kind == "future" for name in op.outputs)
-    ]
-
-
-def _coalesced_kind(op: Op, values: Mapping[str, Value]) -> Hashable:
-    """What collectives that are coalesced have in common; None for an op that is launched by itself."""
-    if op.id not in _GATHERS | _REDUCTIONS or any(values[name].kind != "future" for name in op.outputs):
-        return None
-    groups = process_groups([op])
-    if len(groups) != 1 or (op.id in _REDUCTIONS and groups[0].size() != 2):
-        return None
-    operators = tuple(leaf for leaf in op.symbol.flat_args if isinstance(leaf, compat.DistributedReduceOps))
-    return op.id, groups[0], values[op.outputs[0]].dtype, operators
-
-
-def _nbytes(op: Op, values: Mapping[str, Value]) -> int:
-    """What a collective holds while it is in flight."""
-    return max((values[name].nbytes for name in op.names), default=0)
-
-
-class Scheduler:
     def __init__(self, ops: Ops, aliasing: Aliasing) -> None:
         self._ops, self._aliasing = ops, aliasing
         self.before = dependencies(ops, aliasing, collectives_in_order=False)
@@ -203,6 +148,7 @@ class Scheduler:
                 self._make_ready(index)
 
     def run(self) -> list[int]:
+        """The indices of all ops."""
         last = len(self.before) - 1
         for index in range(last):
             if self._ops.ops[index].bookkeeping:
@@ -394,3 +340,55 @@ class Scheduler:
                 else:
                     found[other] = None
         return list(found)
+
+
+def coalesced(ops: Sequence[Op], values: Mapping[str, Value]) -> list[list[int]]:
+    """The positions of all ops, those of collectives that one launch makes in one list. See the note."""
+    launches: list[list[int]] = []
+    last: Hashable = None
+    total = 0
+    for position, op in enumerate(ops):
+        kind, nbytes = _coalesced_kind(op, values), _nbytes(op, values)
+        if kind is not None and kind == last and total + nbytes <= _COALESCED:
+            launches[-1].append(position)
+            total += nbytes
+        else:
+            launches.append([position])
+            last, total = kind, nbytes
+    return launches
+
+
+def described(ops: Sequence[Op], values: Mapping[str, Value]) -> str:
+    """A hash of what ranks have to launch alike: the collectives, what they take, and which are together.
+
+    All else may differ, such as the size of a batch, and so may the size of what an exchange gives.
+    """
+    launches = [[ops[i] for i in launch if ops[i].communicates] for launch in coalesced(ops, values)]
+    taken = {name: (value.dtype, value.nbytes) for name, value in values.items() if value.kind == "tensor"}
+    said = [[(op.name, [*map(taken.get, op.inputs)]) for op in launch] for launch in launches if launch]
+    return sha256(repr(said).encode()).hexdigest()
+
+
+def of_parallelism(ops: Ops) -> list[Op]:
+    """The collectives of Thunder's own parallelism, which another op waits for; all others are the user's."""
+    return [
+        op
+        for op in ops.ops
+        if op.id in _GATHERS | _REDUCTIONS and any(ops.values[name].kind == "future" for name in op.outputs)
+    ]
+
+
+def _coalesced_kind(op: Op, values: Mapping[str, Value]) -> Hashable:
+    """What collectives that are coalesced have in common; None for an op that is launched by itself."""
+    if op.id not in _GATHERS | _REDUCTIONS or any(values[name].kind != "future" for name in op.outputs):
+        return None
+    groups = process_groups([op])
+    if len(groups) != 1 or (op.id in _REDUCTIONS and groups[0].size() != 2):
+        return None
+    operators = tuple(leaf for leaf in op.symbol.flat_args if isinstance(leaf, compat.DistributedReduceOps))
+    return op.id, groups[0], values[op.outputs[0]].dtype, operators
+
+
+def _nbytes(op: Op, values: Mapping[str, Value]) -> int:
+    """What a collective holds while it is in flight."""
+    return max((values[name].nbytes for name in op.names), default=0)

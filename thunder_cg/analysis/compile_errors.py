@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
 
 from thunder_cg import errors
-from thunder_cg.analysis.advice import SLICE, for_size
+from thunder_cg.analysis.advice import PACKS, PADDED, SLICE, for_size
 from thunder_cg.analysis.rules import KEEP_ON_DEVICE
 from thunder_cg.analysis.sources import LOOKED_UP
 from thunder_cg.errors import CudagraphError
@@ -31,106 +30,59 @@ _NAMES = [name for name, each in vars(errors).items() if isinstance(each, type) 
 _OURS = re.compile(rf"(.*?, graph \d+: )?({'|'.join(_NAMES)})( at |:)")  # they say themselves what to try
 
 
-class _Hint(NamedTuple):
-    """What to try if an error of Thunder's has one of these signs, regular expressions, in it."""
-
-    signs: tuple[str, ...]
-    to_try: str
-
-
-_HINTS = (
-    _Hint(
-        ("Unsupported at ", "Unsupported: "),
+# fmt: off
+# What to try if an error of Thunder's has one of these signs, regular expressions, in it.
+_HINTS: dict[tuple[str, ...], str] = {
+    ("Unsupported at ", "Unsupported: "):
         "leave out fullgraph=True: thunder_cg.explain then names each graph break, and what to change",
-    ),
-    _Hint(("BatchedTensor", "TensorWrapper", "transform API", "functorch", "wrapper_descriptor"), _TRANSFORMED),
-    _Hint(
-        ("unhashable type: 'TensorProxy'", f"from {LOOKED_UP}"),
+    ("BatchedTensor", "TensorWrapper", "transform API", "functorch", "wrapper_descriptor"): _TRANSFORMED,
+    ("unhashable type: 'TensorProxy'", f"from {LOOKED_UP}"):
         "for sum() of a list, torch.func.functional_call, or modules in a list, a dict or a global variable, use "
-        "thunder_cg.thunderfx, "
-        "or hold the modules in a torch.nn.ModuleList of the module that is compiled",
-    ),
-    _Hint(
-        ("trying to set .", "Modifications "),
+        "thunder_cg.thunderfx, or hold the modules in a torch.nn.ModuleList of the module that is compiled",
+    ("trying to set .", "Modifications "):
         "for an attribute, an item or a global variable that is set, return the value instead, or use "
         "thunder_cg.thunderfx, which leaves it to Python",
-    ),
-    _Hint(
-        ("data dependen", "DataDependentOutput", "tolist"),
-        "for a branch on what a tensor holds, or for int(), float() or `.tolist()` of it, use thunder_cg.thunderfx, "
-        "which leaves it to Python",
-    ),
-    _Hint(
-        ("is not a valid index for length", "None had an unexpected type"),
+    (PACKS,): f"for a packed sequence, {PADDED}",
+    ("data dependen", "DataDependentOutput", "tolist"):
+        "for a branch on what a tensor holds, or for int(), float() or `.tolist()` of it, choose with "
+        "torch.where(condition, a, b) if it is a branch, or use thunder_cg.thunderfx, which leaves it to Python",
+    ("is not a valid index for length", "None had an unexpected type"):
         f"for a number that is read from a tensor and bounds a slice, {SLICE}",
-    ),
-    _Hint(
-        (r"real number, not 'NoneType'", r"unsupported operand type\(s\) for .*'NoneType'", "Proxy name="),
+    (r"real number, not 'NoneType'", r"unsupported operand type\(s\) for .*'NoneType'", "Proxy name="):
         f"for a number that is read from a tensor, of which Thunder knows no value, {KEEP_ON_DEVICE}",
-    ),
-    _Hint(
-        (r"\.numpy\(\)",),
+    (r"\.numpy\(\)",):
         "for NumPy in what is compiled, call PyTorch's function of that name, or use thunder_cg.thunderfx, which"
         " leaves it to Python or Inductor",
-    ),
-    _Hint(
-        (r"KeyError( at .*)?: None\b",),
+    (r"KeyError( at .*)?: None\b",):
         "for nn.LSTM, nn.GRU and nn.RNN, use thunder_cg.thunderfx with torch._dynamo.config.allow_rnn = True, which "
         "leaves them to Inductor",
-    ),
-    _Hint(
-        ("required positional argument",),
+    ("required positional argument",):
         "pass the argument that is missing; Thunder's functions have no defaults where sizes would depend on what a "
         "tensor holds, as one_hot has none for num_classes",
-    ),
-    _Hint(
-        (
-            "boolean advanced indexing",
-            "does not support tensor repeats",
-            "DynamicOutputShape",
-            "only specifying a condition",
-        ),
+    ("boolean advanced indexing", "not support tensor repeats", "DynamicOutputShape", "only specifying a condition"):
         _SIZED,
-    ),
-    _Hint(
-        ("too few dimensions",),
+    ("too few dimensions",):
         "for a 0-dim tensor on the CPU, whose gradient Thunder gives another shape, compute it under torch.no_grad(), "
         "or give it a dimension, as with keepdim=True, or use a GPU",
-    ),
-    _Hint(
-        ("gradient transform", "VJP for", "automatic registration"),
+    ("gradient transform", "VJP for", "automatic registration"):
         "for an operator without a gradient in Thunder, use thunder_cg.thunderfx, which has PyTorch's",
-    ),
-    _Hint(
-        ("'weakref.ReferenceType' object has no attribute",),
+    ("'weakref.ReferenceType' object has no attribute",):
         "for a FlopCounterMode, take the mode off these calls, which never replay under it; count FLOPs of the module "
         "that is not compiled",
-    ),
-    _Hint(
-        (r"\.device=.* to be the same",),
+    (r"\.device=.* to be the same",):
         "for tensors on two devices, move the inputs to the device of the parameters, and make new tensors there",
-    ),
-    _Hint(
-        (r"\.dtype=.* to be the same",),
+    (r"\.dtype=.* to be the same",):
         "for tensors of two dtypes, cast the inputs to that of the parameters, or call it under torch.autocast",
-    ),
-    _Hint(
-        ("mark_non_differentiable",), "for hooks on gradients of a module, use thunder_cg.thunderfx, which calls them"
-    ),
-    _Hint(
-        ("no autograd formula",),
+    ("mark_non_differentiable",): "for hooks on gradients of a module, use thunder_cg.thunderfx, which calls them",
+    ("no autograd formula",):
         "for an operator of torch.library, give it a gradient with torch.library.register_autograd",
-    ),
-    _Hint(
-        ("torch._ops.", r"call function \w+::\w+", "not registered"),
+    ("torch._ops.", r"call function \w+::\w+", "not registered"):
         "for an operator of torch.library, use thunder_cg.thunderfx, which keeps it, or register it with an executor "
         "of Thunder's (README, Your own operator)",
-    ),
-    _Hint(
-        ("Trying to call function torch.",),
+    ("Trying to call function torch.",):
         "for a function that Thunder does not know, use thunder_cg.thunderfx, which keeps it or leaves it to Inductor",
-    ),
-)
+}
+# fmt: on
 
 
 def compiler_name(*, is_of_dynamo: bool) -> str:
@@ -149,7 +101,7 @@ def to_try(problem: str, *, is_of_dynamo: bool, in_functorch: bool = False) -> s
         return ""
     if in_functorch:
         return _TRANSFORMED
-    hints = (hint.to_try for hint in _HINTS if any(re.search(sign, problem) for sign in hint.signs))
+    hints = (hint for signs, hint in _HINTS.items() if any(re.search(sign, problem) for sign in signs))
     hints = (f"{hint}{for_size(problem)}" if hint == _SIZED else hint for hint in hints)
     useful = (hint for hint in hints if not (is_of_dynamo and _THUNDERFX in hint))
     return next(useful, f"{_TO_COMPARE}{_KEEPS_OUT[is_of_dynamo]}")

@@ -21,31 +21,23 @@ _ASSIGNED = (
     "is assigned while Thunder traces, and in no call; return the value, or write it into a buffer, as with "
     "self.buffer.copy_(value), or compile with thunder_cg.thunderfx, which assigns it"
 )
-
 _CONSTANT = (
     "is the tensor that was there when Thunder traced, in all calls; take items out of containers one by one, as with "
     "[t for t in a] rather than a + b or [a], or compile with thunder_cg.thunderfx"
 )
-
 _CHANGED = (
     "changes a container of the caller's or of the module while Thunder traces, and in no call; return what is new, or "
     "write it into a tensor in place (README, Inference with a KV cache), or compile with thunder_cg.thunderfx, which "
     "changes it"
 )
-
-
 _CALLED = (
     "is called while Thunder traces, and in no call; {}, or compile with thunder_cg.thunderfx, where Python calls it"
 )
 _INSTEAD = {"print": "print after the call", "logging": "log after the call", "random": "draw with torch.rand"}
-
-
 _HOOKS = (
     "has hooks on gradients, which Thunder does not call, or raises for; register them with Tensor.register_hook on "
     "parameters, or compile with thunder_cg.thunderfx, which calls them"
 )
-
-
 _CAST = (
     "as an earlier call under autocast did, though autocast is off now: Thunder never ends it; compile with "
     "thunder_cg.thunderfx, which does, or compile the model once more for calls without autocast"

@@ -103,6 +103,11 @@ class Op:
         return (*self.inputs, *self.outputs)
 
     @property
+    def deny_name(self) -> str:
+        """The name by which ``deny=`` takes it."""
+        return self.id if self.id and self.executor else self.name
+
+    @property
     def rule(self) -> rules.Rule | None:
         return rules.find(self.executor, self.id)
 

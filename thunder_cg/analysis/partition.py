@@ -19,6 +19,7 @@ from thunder_cg.analysis.rules import Reason
 _PEAK_GROWTH = 1.10
 _PEAK_SLACK = 2 << 20
 
+NO_GAIN = "nothing has to change: there is nothing to gain"
 _FEWEST_KERNELS = 2  # a graph of one kernel launches no faster than the kernel
 
 
@@ -365,7 +366,7 @@ def _too_small(verdict: Verdict, kernels: int, has_eager: bool) -> Verdict:
     detail = f"{where}: {found}, and a graph of fewer than two launches is no faster"
     fix = "allow or remove the eager operators around it, and it joins the region before or after them"
     if not has_eager:
-        fix = "nothing has to change: there is nothing to gain"
+        fix = NO_GAIN
     return replace(verdict, capture=False, reason=Reason.TOO_SMALL, detail=detail, fix=fix)
 
 

@@ -9,6 +9,8 @@ This is for `thunderfx`: with ``thunder.jit`` the numbers are those of uncapture
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
+from operator import or_
 from typing import Any
 
 from thunder_cg.analysis.aliasing import Aliasing
@@ -44,14 +46,11 @@ def results_reached(ops: Ops, aliasing: Aliasing) -> dict[str, frozenset[int]]:
         bits = _all_of(op.inputs, comes)
         for memory in aliasing.writes[op.index] if bits else ():
             comes.update({name: comes.get(name, 0) | bits for name in in_memory.get(memory, ())})
-    results = returned(ops.ops[-1])
-    found: dict[str, set[int]] = {name: set() for name in wanted}
-    for position, result in enumerate(results):
-        bits = comes.get(result.name, 0) if isinstance(result, Proxy) else 0
-        for i, name in enumerate(wanted):
-            if bits >> i & 1:
-                found[name].add(position)
-    return {name: frozenset(positions) for name, positions in found.items()}
+    of_results = [comes.get(each.name, 0) if isinstance(each, Proxy) else 0 for each in returned(ops.ops[-1])]
+    return {
+        name: frozenset(position for position, bits in enumerate(of_results) if bits >> i & 1)
+        for i, name in enumerate(wanted)
+    }
 
 
 def routes_of(reached: Mapping[str, frozenset[int]], arguments: Sequence[Any]) -> Routes:
@@ -90,10 +89,7 @@ def _pass_on(op: Op, ops: Ops, comes: dict[str, int]) -> None:
 
 
 def _all_of(names: Sequence[str], comes: Mapping[str, int]) -> int:
-    found = 0
-    for name in names:
-        found |= comes.get(name, 0)
-    return found
+    return reduce(or_, (comes.get(name, 0) for name in names), 0)
 
 
 def needed_for(names: Iterable[str], ops: Ops, aliasing: Aliasing) -> list[Op]:

@@ -159,15 +159,14 @@ def arguments_of_compilation() -> tuple[tuple[Any, ...], dict[str, Any]] | None:
 
 Change = tuple[str, Sequence[tuple[str, int]]]  # what it is, and the stack: files and lines, the innermost last
 _assign = _general_jit_lookaside_map[setattr]
-_assignments: WeakKeyDictionary[Any, list[Change]] = WeakKeyDictionary()  # of compilations: the attributes
-_changes: WeakKeyDictionary[Any, list[Change]] = WeakKeyDictionary()  # the methods that change a container
-_calls: WeakKeyDictionary[Any, list[Change]] = WeakKeyDictionary()  # functions with another result in each call
+# Of compilations: attributes, methods that change a container, and functions with another result in each call.
+_lost: WeakKeyDictionary[Any, dict[str, list[Change]]] = WeakKeyDictionary()
 
 
 def _note_assignment(owner: Any, name: Any, value: Any) -> Any:
     """Thunder's assignment of an attribute, which it repeats in few calls if the owner is a module."""
     if isinstance(unwrap(owner), torch.nn.Module) and not is_created_during_tracing(owner.provenance):
-        _note(_assignments, unwrap(name))
+        _note("assignments", unwrap(name))
     return _assign(owner, name, value)
 
 
@@ -176,47 +175,39 @@ _general_jit_lookaside_map[setattr] = _note_assignment
 
 def note_change(method: str) -> None:
     """Notes that the Python code changes a container of its caller's, which Thunder does while it traces."""
-    _note(_changes, method)
+    _note("changes", method)
 
 
 def note_call(function: str) -> None:
     """Notes a call of a clock and the like, which Thunder calls while it traces. Its own dispatch calls one, too."""
     frames = get_interpreterruntimectx().frame_stack
     if not (frames and frames[-1].code.co_filename.startswith(_THUNDER)):
-        _note(_calls, function)
+        _note("calls", function)
 
 
-def _note(changes: WeakKeyDictionary[Any, list[Change]], name: str) -> None:
+def _note(kind: str, name: str) -> None:
     _, stats = _compile_data.get()
     if stats is not None:
         frames = [frame for frame in get_interpreterruntimectx().frame_stack if frame.positions is not None]
         stack = [(frame.code.co_filename, frame.positions.lineno) for frame in frames]
-        changes.setdefault(stats, []).append((name, stack))
+        _lost.setdefault(stats, {}).setdefault(kind, []).append((name, stack))
 
 
-def lost_assignments(epilogue: TraceCtx | None) -> list[Change]:
-    """Assignments of the compilation on this thread, to attributes of modules, that no call repeats.
+def lost_changes(epilogue: TraceCtx | None) -> tuple[list[Change], list[Change], list[Change]]:
+    """What no call repeats of what the compilation on this thread has done: assignments to attributes of modules,
+    changes of the caller's containers, and calls of clocks and the like.
 
     Args:
         epilogue: the trace of what each call assigns.
     """
-    _, stats = _compile_data.get()
+    lost = _lost.pop(_compile_data.get()[1], {})
     packs = (PrimIDs.PACK_ATTR, PrimIDs.PACK_BUFFER)
     symbols = epilogue.bound_symbols if epilogue is not None else ()
     names = [str(symbol.args[1]) for symbol in symbols if symbol.sym.id in packs]
     # Thunder (0.2.6) calls a buffer of the compiled module itself ".name", which there is not.
     kept = {name.rpartition(".")[2] for name in names if not name.startswith(".")}
-    return [each for each in _assignments.pop(stats, ()) if each[0] not in kept]
-
-
-def lost_changes() -> list[Change]:
-    """Changes of the caller's containers in the compilation on this thread, which no call repeats."""
-    return _changes.pop(_compile_data.get()[1], [])
-
-
-def lost_calls() -> list[Change]:
-    """Calls of clocks and the like in the compilation on this thread, which no call repeats."""
-    return _calls.pop(_compile_data.get()[1], [])
+    assignments = [each for each in lost.get("assignments", ()) if each[0] not in kept]
+    return assignments, lost.get("changes", []), lost.get("calls", [])
 
 
 def constant_results(epilogue: TraceCtx | None) -> list[str]:

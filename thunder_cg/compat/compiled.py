@@ -99,7 +99,10 @@ def set_dispatch(module: ThunderModule, forward: Callable[..., Any]) -> None:
 
 
 def computation_and_inputs(function: Any, args: Any, kwargs: Any) -> tuple[CacheEntry, Sequence[Any]]:
-    """The cache entry that a compiled function has for a call, compiled if need be, and what its computation gets."""
+    """The cache entry that a compiled function has for a call, compiled if need be, and what its computation gets.
+
+    Only the prologue runs.
+    """
     entry, inputs, _ = function._lc_cd.get_computation_and_inputs(*args, **kwargs)
     return entry, inputs
 
@@ -115,11 +118,6 @@ def drop_self_references(entry: CacheEntry) -> None:
     for function in (entry.prologue_fn, entry.computation_fn, entry.backward_fn, entry.epilogue_fn):
         if function is not None:
             drop_self_reference(function)
-
-
-def compile_only(jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Has Thunder compile for these arguments, as a call does if it must. Only the prologue's checks run."""
-    compile_data(jitted).get_computation_and_inputs(*args, **kwargs)
 
 
 OPTIONS = frozenset(inspect.signature(thunder.jit).parameters) - {"fn", "compile_options"} | {

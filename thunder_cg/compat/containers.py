@@ -74,21 +74,28 @@ _wrap = interpreter.wrap
 _wrapped = general_jit_callbacks[INTERPRETER_CALLBACKS.WRAP_CALLBACK]
 
 
-def _register(name: str, check: Callable[..., None]) -> Any:
-    return _executor.register_operator(name, meta=lambda *args: None, fn=check, tags=(OpTags.DONT_DCE,))
+_executor = register_executor(OperatorExecutor("cudagraph_containers"))  # traces are pickled by its name
 
 
-def _check_length(container: Any, length: int) -> None:
+def _registered(check: Callable[..., None]) -> Any:
+    """The symbol of a check in prologues."""
+    return _executor.register_operator(check.__name__, meta=lambda *args: None, fn=check, tags=(OpTags.DONT_DCE,))
+
+
+@_registered
+def check_length(container: Any, length: int) -> None:
     if len(container) != length:
         raise RuntimeError(f"Expected {length} items, got {len(container)}")
 
 
-def _check_keys(container: Any, keys: tuple[str, ...]) -> None:
+@_registered
+def check_keys(container: Any, keys: tuple[str, ...]) -> None:
     if (*container,) != keys:
         raise RuntimeError(f"Expected the keys {keys}, got {(*container,)}")
 
 
-def _check_items(container: Any, items: tuple[Any, ...]) -> None:
+@_registered
+def check_items(container: Any, items: tuple[Any, ...]) -> None:
     found = _items(container)
     if found != items or [*map(type, found)] != [*map(type, items)]:  # 1 is True
         raise RuntimeError(f"Expected the items {items}, got {found}")
@@ -116,13 +123,15 @@ def expected_constant(arg: Any) -> Any:
     return arg.value if isinstance(arg, _Held) else arg
 
 
-def _check_constant(value: Any, arg: Any) -> None:
+@_registered
+def check_constant(value: Any, arg: Any) -> None:
     expected = expected_constant(arg)
     if type(value) is not type(expected) or essence(value) != essence(expected):
         raise RuntimeError(f"Expected {expected}, got {value}")
 
 
-def _check_group(group: ProcessGroup) -> None:
+@_registered
+def check_group(group: ProcessGroup) -> None:
     if not is_alive(group):
         raise RuntimeError("The process group has been destroyed")
 
@@ -138,7 +147,8 @@ def essence(constant: Any) -> Any:
     return constant.__code__, kept
 
 
-def _check_kind(value: Any, kind: str | _Held) -> None:
+@_registered
+def check_kind(value: Any, kind: str | _Held) -> None:
     if _kind(value) != kind:
         raise RuntimeError(f"Expected another type than {type(value)}")
 
@@ -149,7 +159,8 @@ def _kind(value: Any) -> str | _Held:
     return kind.__name__ if kind.__module__ == "builtins" else _Held(kind)
 
 
-def _check_has(value: Any, name: str, has: bool) -> None:
+@_registered
+def check_has(value: Any, name: str, has: bool) -> None:
     if _has(value, name) is not has:
         raise RuntimeError(f"Expected {name} to be {'an' if has else 'no'} attribute")
 
@@ -159,17 +170,6 @@ def _has(value: Any, name: str) -> bool:
     return name in getattr(value, "__dict__", ()) or hasattr(type(value), name)
 
 
-_executor = register_executor(OperatorExecutor("cudagraph_containers"))  # traces are pickled by its name
-CHECK_LENGTH = "check_length"
-check_length = _register(CHECK_LENGTH, _check_length)
-check_keys = _register("check_keys", _check_keys)
-check_items = _register("check_items", _check_items)
-CHECK_CONSTANT = "check_constant"
-check_constant = _register(CHECK_CONSTANT, _check_constant)
-check_kind = _register("check_kind", _check_kind)
-check_has = _register("check_has", _check_has)
-CHECK_GROUP = "check_group"
-check_group = _register(CHECK_GROUP, _check_group)
 _CHECKS = (check_length, check_keys, check_items)
 CHECKS_OF_CONTAINERS = frozenset(each.name for each in _CHECKS)
 

@@ -145,13 +145,8 @@ def kernel_name(function: Any) -> str:
     return readable if len(readable) <= 120 else f"{readable[:117]}..."
 
 
-def graph_launcher(executable: Any) -> Callable[[int], tuple[Any]]:
-    """Launches the executable graph on the stream that it is given. Returns a tuple of the driver's error code."""
-    return partial(driver.cuGraphLaunch, executable)
-
-
 def kernel_node_updater(executable: Any, node: Any, parameters: Any) -> Callable[[], tuple[Any]]:
-    """Gives a kernel node of the executable graph what ``parameters`` hold then. Returns as `graph_launcher` does."""
+    """Gives a kernel node of the executable graph what ``parameters`` hold then. Returns the driver's error code."""
     return partial(driver.cuGraphExecKernelNodeSetParams, executable, node, parameters)
 
 
@@ -241,9 +236,8 @@ def free_nbytes(index: int) -> int:
         check(driver.cuThreadExchangeStreamCaptureMode(before))
 
 
-def storage_at(address: int, device: torch.device, nbytes: int) -> Any:
-    """A storage of memory that it does not own."""
-    return torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+# ``storage_at(address, device, nbytes)``: a storage of memory that it does not own.
+storage_at: Any = getattr(torch._C, "_construct_storage_from_data_pointer", None)
 
 
 def alias_without_owning(tensor: torch.Tensor) -> torch.Tensor:

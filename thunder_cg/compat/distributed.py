@@ -24,6 +24,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thunder_cg.compat.torch import storage_id, storage_use_count, tensors_in, tree_map_only
 
+# The group that functional collectives know by a name.
+group_named: Callable[[Any], ProcessGroup] = _resolve_process_group
+# The store that the ranks of a group share, with a prefix of the group's own.
+store: Callable[[ProcessGroup], Store] = _get_process_group_store
+
 
 def capture_problem(group: ProcessGroup, device_type: str) -> tuple[str, str] | None:
     """Why a graph on such a device cannot hold collectives of ``group``, and the fix; None if it can.
@@ -255,11 +260,6 @@ def ranks(group: ProcessGroup) -> list[int]:
     return [*_world.pg_group_ranks.get(group, range(group.size()))]
 
 
-def group_named(name: Any) -> ProcessGroup:
-    """The group that functional collectives know by this name."""
-    return _resolve_process_group(name)
-
-
 def functional_collectives(name: str) -> Iterator[tuple[Any, bool]]:
     """The functional collectives of PyTorch that have the name, each with whether it has a gradient."""
     for namespace in ("_c10d_functional", "_c10d_functional_autograd"):
@@ -267,11 +267,6 @@ def functional_collectives(name: str) -> Iterator[tuple[Any, bool]]:
             is_autograd = namespace.endswith("autograd")
             registered = torch._C._dispatch_has_kernel_for_dispatch_key(f"{namespace}::{name}", "Autograd")
             yield operator, is_autograd or bool(registered)
-
-
-def store(group: ProcessGroup) -> Store:
-    """The store that the ranks of the group share, with a prefix of the group's own."""
-    return _get_process_group_store(group)
 
 
 def timeout(group: ProcessGroup) -> float:

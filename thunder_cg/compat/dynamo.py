@@ -83,7 +83,7 @@ class CompiledFunction(ThunderFXCompiledObject):
         self._count.calls, self._backend.failures = counts
 
 
-MODE = "the same mode: "  # begins a condition such as "the same mode: grad_mode"
+MODE = "the same mode: "  # begins a condition such as "the same mode: num_threads"
 _OF_MODULES = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
 _OF_HOOK = re.compile(
     r"([\w.]+)\._\w*hooks\[list\(dict\.keys\(.*?_hooks\)\)\[\d+\]\](?:\.__closure__\[\d+\]\.cell_contents)?"
@@ -298,6 +298,7 @@ def _condition(reason: str, backend: ThunderCompiler) -> tuple[str, str]:
     found = re.match(r".*?([^/\\\s]+:\d+) in [^\s)]+( \(.*\))?$", source.strip())
     condition = _with_names(_LEFT.sub(BEFORE_BREAK, condition), getattr(backend, "parameters", ()))
     condition = _GLOBAL.sub(r"\1", condition.replace("GLOBAL_STATE changed: ", MODE).strip())
+    condition = condition.replace(f"{MODE}grad_mode", f"{MODE}whether gradients are enabled")
     condition = _OF_HOOK.sub(r"a variable of a hook of \1", _OF_MODULES.sub(r".\1", condition))
     is_of_another = condition.startswith("BACKEND_MATCH")  # a call of another function with the same code
     return ("" if is_of_another else condition), (found[1] if found else "")
@@ -322,6 +323,38 @@ def break_behind(ended: Any) -> tuple[str, list[FrameSummary]] | None:
         if later and re.search(rf"\b{re.escape(other.user_stack[0].name)}\b", line.line or ""):
             return other.reason, [*ended.user_stack, *other.user_stack]
     return None
+
+
+class Resumed(NamedTuple):
+    """A graph break that Dynamo goes on after.
+
+    Attributes:
+        function: as of `GivenUp`; "" if it is not known.
+        reason: in Dynamo's words; None if it is not known.
+        stack: where, from the function to what it calls.
+    """
+
+    function: str
+    reason: str | None
+    stack: list[FrameSummary]
+
+
+def resumed(backend: ThunderCompiler) -> Iterator[Resumed]:
+    """Graph breaks that Dynamo goes on after with this backend, also those with no operator and so no graph before."""
+    codes = [code for code in (reference() for reference in convert_frame.input_codes.seen) if code is not None]
+    names = {(code.co_filename, code.co_name): code for code in codes}
+    rests = ((code, rest) for code in codes if (rest := _RESUMED.fullmatch(code.co_name)) is not None)
+    lines = {(code.co_filename, int(rest[2])) for code, rest in rests if _is_compiled(code, backend)}
+    for each in graph_break_reasons:
+        reason, stack = break_behind(each) or (None, each.user_stack)
+        if not lines.isdisjoint((frame.filename, frame.lineno) for frame in stack):
+            start = names.get((stack[0].filename, stack[0].name))
+            yield Resumed(_place_of(start, backend) if start is not None else "", reason, stack)
+
+
+def _is_compiled(code: CodeType, backend: ThunderCompiler) -> bool:
+    entries = _debug_get_cache_entry_list(code)
+    return any(getattr(entry.backend, "compiler_fn", entry.backend) is backend for entry in entries)
 
 
 class GivenUp(NamedTuple):

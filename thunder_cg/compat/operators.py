@@ -34,13 +34,18 @@ grouped_mm: tuple[Callable[..., torch.Tensor], ...] = tuple(
 )
 
 
+def _overloads(function: Any) -> list[Any]:
+    """Those of an operator of ``torch.ops``, or the one that it is; none of anything else."""
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        return [getattr(function, name) for name in function.overloads()]
+    return [function] if isinstance(function, torch._ops.OpOverload) else []
+
+
 def is_cudagraph_unsafe(function: Any) -> bool:
     """Whether an operator of ``torch.library`` has the tag ``torch.Tag.cudagraph_unsafe``, or what a partial calls."""
     if isinstance(function, partial):
         return any(map(is_cudagraph_unsafe, (function.func, *function.args)))
-    if isinstance(function, torch._ops.OpOverloadPacket):
-        return any(is_cudagraph_unsafe(getattr(function, name)) for name in function.overloads())
-    return isinstance(function, torch._ops.OpOverload) and torch.Tag.cudagraph_unsafe in function.tags
+    return any(torch.Tag.cudagraph_unsafe in each.tags for each in _overloads(function))
 
 
 def parameters_of(function: Any, name: str) -> list[list[str]]:
@@ -61,12 +66,8 @@ def parameters_of(function: Any, name: str) -> list[list[str]]:
 
 def mutated(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments that an operator of ``torch.ops`` writes in place, by its schemas."""
-    if isinstance(function, torch._ops.OpOverloadPacket):
-        overloads = [getattr(function, name) for name in function.overloads()]
-    else:
-        overloads = [function] if isinstance(function, torch._ops.OpOverload) else []
     found = []
-    for arguments in (each._schema.arguments for each in overloads):
+    for arguments in (each._schema.arguments for each in _overloads(function)):
         given = {argument.name: value for argument, value in zip(arguments, args)} | dict(kwargs)
         writes = (each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write)
         found += [given[name] for name in writes if name in given]
@@ -128,10 +129,10 @@ def library_name(function: Any) -> str | None:
     None also for an operator of PyTorch's own, of which there are several, or that draws, writes an argument or returns
     one, as its tags and its schema say.
     """
-    if isinstance(function, torch._ops.OpOverloadPacket) and len(function.overloads()) == 1:
-        function = getattr(function, function.overloads()[0])
-    if not isinstance(function, torch._ops.OpOverload) or function.namespace in _NAMESPACES:
+    overloads = _overloads(function)
+    if len(overloads) != 1 or overloads[0].namespace in _NAMESPACES:
         return None
+    (function,) = overloads
     if torch.Tag.nondeterministic_seeded in function.tags:
         return None
     if is_mutable(function) or any(value.alias_info is not None for value in function._schema.returns):
@@ -152,9 +153,8 @@ _AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | tor
 )
 
 
-def below_autograd() -> AbstractContextManager[None]:
-    """Inside, operators make no history, whatever the grad mode is."""
-    return torch._C._AutoDispatchBelowAutograd()
+# A context: inside, operators make no history, whatever the grad mode is.
+below_autograd: Callable[[], AbstractContextManager[None]] = torch._C._AutoDispatchBelowAutograd
 
 
 def below_autocast() -> AbstractContextManager[None]:

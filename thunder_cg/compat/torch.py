@@ -104,9 +104,8 @@ def empty_strided(device_type: str) -> Callable[..., torch.Tensor]:
     return getattr(_guards, f"_empty_strided_{device_type}")
 
 
-def copy_all_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copies each source to its target in as few kernels as PyTorch can."""
-    torch._foreach_copy_(list(targets), list(sources))
+# ``copy_all_(targets, sources)``, two lists or tuples: copies each source to its target in as few kernels as it can.
+copy_all_: Any = torch._foreach_copy_
 
 
 def deterministic_fill() -> bool:
@@ -236,11 +235,6 @@ def module_dictionaries(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
     return vars(module), module._parameters, module._buffers, module._modules
 
 
-def attribute_dictionaries(module: torch.nn.Module) -> tuple[Mapping[str, Any], ...]:
-    """The dictionaries in which a module has attributes, parameters and buffers."""
-    return vars(module), module._parameters, module._buffers
-
-
 @cache
 def attribute_writes_are_reported() -> bool:
     """Whether a write to an attribute shows as a write to the object's dictionary. CPython 3.13.0 has a bug there."""
@@ -280,8 +274,10 @@ any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active  # such as vmap or grad
 # The innermost saved-tensor hooks of this thread; None if there are none.
 saved_tensors_hooks: Callable[[], Any] = partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
-_excludes_key: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
-_AUTOGRAD_KEY = torch._C.DispatchKey.AutogradFunctionality
+# Whether operators do not reach autograd, as below ``torch._C._AutoDispatchBelowAutograd()``.
+is_below_autograd: Callable[[], bool] = partial(
+    torch._C._dispatch_tls_is_dispatch_key_excluded, torch._C.DispatchKey.AutogradFunctionality
+)
 _fp32_precision: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
 
 
@@ -292,11 +288,6 @@ def only_device_modes() -> bool:
 
 forward_ad_level: Callable[[], int] = partial(attrgetter("_current_level"), forward_ad)
 """The level of forward-mode AD on this thread; -1 if it is not active. (A Python function would cost more to call.)"""
-
-
-def autograd_is_active() -> bool:
-    """Whether operators reach autograd: not so below ``torch._C._AutoDispatchBelowAutograd()``."""
-    return not _excludes_key(_AUTOGRAD_KEY)
 
 
 def default_device_is_set() -> bool:

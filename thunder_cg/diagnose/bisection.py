@@ -27,7 +27,6 @@ from thunder_cg.errors import DisagreementWarning, NotCompiledError
 from thunder_cg.report.programs import locate
 from thunder_cg.report.state import StateBefore
 from thunder_cg.runtime.region import RuntimeRegion
-from thunder_cg.runtime.verifier import deny_name
 from thunder_cg.transform import CudagraphTransform
 from thunder_cg.verify.compare import describe_difference, is_tolerable, same
 
@@ -139,13 +138,13 @@ class _Trials:
         found = region.disagreement
         assert found is not None
         if found.op is not None:
-            return Culprit(deny_name(found.op), found.where, region.name, found.difference)
-        names = [*dict.fromkeys(map(deny_name, region.ops))]
+            return Culprit(found.op.deny_name, found.where, region.name, found.difference)
+        names = [*dict.fromkeys(op.deny_name for op in region.ops)]
         while len(names) > 1:
             half = names[: len(names) // 2]
             names = names[len(half) :] if self.wrong({*denied, *half}) else half
         where = next(
-            (f"at {op.line}" for op in region.ops if op.line and deny_name(op) == names[0]), "at an unknown line"
+            (f"at {op.line}" for op in region.ops if op.line and op.deny_name == names[0]), "at an unknown line"
         )
         return Culprit(names[0], where, region.name, found.difference)
 

@@ -12,7 +12,7 @@ import thunder
 import torch
 
 from thunder_cg.analysis.sources import described
-from thunder_cg.compat.compiled import OPTIONS, compile_only
+from thunder_cg.compat.compiled import OPTIONS, computation_and_inputs
 from thunder_cg.compat.torch import tensors_in, tree_map_only
 from thunder_cg.diagnose.compiling import compiled_as, original, refuse_sharded, transform_of
 from thunder_cg.errors import CudagraphError, NotCompiledError, OptionError
@@ -83,7 +83,7 @@ def plan(
     jitted = compiled_as(fn_or_module, source, CudagraphTransform(settings, stand_in), options)
     counts: dict[str, Any] = {"calls": 0}
     try:
-        compile_only(jitted, *inputs)
+        computation_and_inputs(jitted, *inputs)
     except CudagraphError:
         raise
     except Exception as error:

@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.nn import functional as F
 
 from thunder_cg.analysis import rules
+from thunder_cg.analysis.advice import NUMBER_OF_DYNAMO
 from thunder_cg.analysis.rules import Reason
 from thunder_cg.compat.splitter import (
     GET_DATA,
@@ -59,7 +60,7 @@ _WRONG = frozenset({"lu", "lu_unpack", "native_layer_norm", "norm"})
 _OUT_OF_PLACE = "; compute a new tensor, as x = x * 2 for x.mul_(2)"
 _NO_TRANSFORM = "; write it without the transform, as x.sum(-1) for torch.vmap(torch.sum)(x)"
 _FEW_KERNELS = "; nothing has to change: the layer is a few large kernels, which no fusion makes faster"
-_OF_PYTORCH = "; call PyTorch's function of that name"
+_OF_PYTORCH = "; call PyTorch's function of that name, or index a tensor, which is made of the array once, outside"
 _WITH_DIMENSION = "; give it a dimension, as with keepdim=True, or use a GPU"
 _OTHERS = "; use other operators, or call it outside of the compiled function"
 _REAL = "; compute with the real and the imaginary part as two tensors"
@@ -216,8 +217,7 @@ def objection_to_fallback(node: Node, function: Callable[..., Any]) -> str | Non
     args = example(node.args)
     leaves = tree_leaves((args, example(node.kwargs)))
     if any(isinstance(leaf, torch.SymFloat) for leaf in leaves):
-        said = "takes a number that is read from a tensor, which Thunder does not take from a graph of Dynamo's"
-        return f"{said}; keep the number on the device, as a 0-dim tensor"
+        return NUMBER_OF_DYNAMO
     with_gradient = any(map(requires_grad, leaves))
     if (problem := objection_to_operator(function, with_gradient=with_gradient)) is not None:
         return problem

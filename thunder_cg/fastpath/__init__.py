@@ -6,13 +6,6 @@ Thunder's dispatch would have returned. A call whose guards hold goes straight t
 Thunder's dispatch, and then fast paths are made for what it recorded. The guards are Thunder's and the recording's,
 cheaper but none fewer.
 
-- ``prologue``: reads Thunder's prologue once, into `PrologueChecks`.
-- ``state``, ``guard``: the checks of a prologue, made cheaper, and the look-up of what the prologue returns.
-- ``compiled``: one cache entry of Thunder's, its only region, and the results of a call.
-- ``inference``: a call that is one replay. ``training``: the same with a node of autograd, and its backward.
-- ``accumulate``: gradients of parameters, handed over in bulk.
-- ``dispatch``: which of these a call takes, and the computation as Thunder runs it, for traces of several regions.
-
 Who owns what: the module owns its `Dispatch`, which owns the fast paths of each cache entry, which own recordings. None
 of them owns the module, nor its parameters past the next change of the module.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from thunder_cg.analysis.ops import computing
@@ -27,18 +28,11 @@ class Compiled:
         self.epilogue = entry.epilogue_fn
         if self.has_plain_epilogue:
             self.epilogue = trace.python_callable(include_decorators=False)
-        self._results: dict[str, int] | str
-        try:  # in the first call already, and not in each that captures
-            self._results = results_of_region(entry.computation_traces[-1])
-        except Unsupported as error:
-            self._results = str(error)
 
-    @property
+    @cached_property
     def results(self) -> dict[str, int]:
         """The results of the forward's only region, and their positions. `Unsupported` if the trace holds more."""
-        if isinstance(self._results, str):
-            raise Unsupported(self._results)
-        return self._results
+        return results_of_region(self.entry.computation_traces[-1])
 
 
 class OnlyRegion:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import Any
-from weakref import WeakMethod, ref
+from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import torch
 
@@ -23,10 +24,10 @@ from thunder_cg.compat.compiled import (
 )
 from thunder_cg.compat.thunder import CacheEntry, ThunderModule, current_trace
 from thunder_cg.compat.torch import (
-    autograd_is_active,
     dispatch_mode_count,
     function_mode_count,
     functorch_is_active,
+    is_below_autograd,
     is_traced,
 )
 from thunder_cg.fastpath.accumulate import nodes_of
@@ -78,25 +79,42 @@ class TracedFastPath:
 
 
 class EntryFastPaths:
-    """One cache entry of Thunder's, and the fast paths that it has."""
+    """One cache entry of Thunder's, and the fast paths that it has: none before it was prepared."""
 
-    def __init__(self, compiled: Compiled, guard: PrologueGuard, statistics: Any) -> None:
-        self.compiled = compiled
-        self._guard = guard
+    compiled: Compiled
+    _guard: PrologueGuard
+
+    def __init__(self, entry: CacheEntry, statistics: Any) -> None:
+        self.entry = entry
+        self.is_prepared = self.is_unsupported = False
         self._statistics = statistics
-        self._inference: list[tuple[Recording, FastPath]] = []
-        self._training: list[tuple[Recording, TrainingFastPath]] = []
+        self._recorded: list[tuple[Recording, FastPath]] = []  # newest first
         self._traced: list[TracedFastPath] = []
         self.is_one_region = True
+        self._excludes: WeakKeyDictionary[EntryFastPaths, bool] = WeakKeyDictionary()  # by older entries
+
+    @cached_property
+    def checks(self) -> PrologueChecks:
+        return PrologueChecks(self.entry.prologue_traces[-1])
+
+    def excludes(self, older: EntryFastPaths) -> bool:
+        """Whether no call is for both."""
+        if older not in self._excludes:
+            self._excludes[older] = self.checks.excludes(older.checks)
+        return self._excludes[older]
+
+    def prepare(self, compiled: Compiled, guard: PrologueGuard) -> None:
+        """Once a call was for it."""
+        self.compiled, self._guard, self.is_prepared = compiled, guard, True
 
     def calls(self) -> list[FastPath]:
         """What to call, in this order, until one does not miss."""
-        found = [call for _, call in self._inference]
-        if self._training or self._traced:
-            found.append(self._try_in_turn([*(path for _, path in self._training), *self._traced]))
-        return found
+        recorded = [path for _, path in self._recorded]
+        trains = self.compiled.backward is not None
+        in_turn = [*(recorded if trains else ()), *self._traced]
+        return [*(() if trains else recorded), *([self._try_in_turn(in_turn)] if in_turn else ())]
 
-    def _try_in_turn(self, paths: list[TrainingFastPath | TracedFastPath]) -> FastPath:
+    def _try_in_turn(self, paths: Sequence[FastPath]) -> FastPath:
         """Tries the fast paths that start from the values which the prologue's guard looks up."""
         guard, program, entry, statistics = self._guard, self.compiled.forward, self.compiled.entry, self._statistics
 
@@ -123,20 +141,20 @@ class EntryFastPaths:
 
     def drop_discarded(self) -> None:
         """Drops the fast paths to recordings that were dropped."""
-        self._inference = [known for known in self._inference if not known[0].dropped]
-        self._training = [known for known in self._training if not known[0].dropped]
+        self._recorded = [known for known in self._recorded if not known[0].dropped]
 
     def drop_caches(self) -> None:
         """No fast path was for a call: drops what is only kept to be fast."""
-        for _, path in self._training:
-            path.drop_caches()
+        for _, path in self._recorded:
+            if isinstance(path, TrainingFastPath):
+                path.drop_caches()
 
     def build_fast_paths(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Makes fast paths for what has been recorded, after a call that took Thunder's dispatch."""
         pair = self.compiled.forward.pair
         recordings = pair.recordings if pair.selection is None else []  # what is timed is Thunder's dispatch
         self.drop_discarded()
-        known_ids = {id(recording) for recording, _ in (*self._inference, *self._training)}
+        known_ids = {id(recording) for recording, _ in self._recorded}
         new = [recording for recording in recordings if id(recording) not in known_ids]
         values = self._guard.values(args, kwargs)  # the first time takes long, so not only once there is a recording
         if not recordings or values is None:
@@ -145,11 +163,12 @@ class EntryFastPaths:
         try:
             for recording in new if self.is_one_region else ():
                 with suppress(GuardMismatch):
+                    path: FastPath
                     if compiled.backward is not None:
-                        self._training.insert(0, (recording, TrainingFastPath(compiled, guard, recording, values)))
-                        continue
-                    call = inference_fast_path(compiled, guard, recording, values, self._statistics)
-                    self._inference.insert(0, (recording, call))
+                        path = TrainingFastPath(compiled, guard, recording, values)
+                    else:
+                        path = inference_fast_path(compiled, guard, recording, values, self._statistics)
+                    self._recorded.insert(0, (recording, path))
         except Unsupported as error:
             self.is_one_region = False
             compiled.forward.no_fast_path = str(error)
@@ -167,14 +186,11 @@ class Dispatch:
         self._module = ref(module)
         self._thunders = dispatch_of(module)
         self._parameters_cache = ParameterCache(module)
-        self._entries: list[EntryFastPaths] = []
+        self._entries: dict[int, EntryFastPaths] = {}  # by the identity of Thunder's
         self._calls: list[FastPath] = []  # of all entries
-        self._unsupported: list[CacheEntry] = []
         self._statistics = compile_stats(module)
         self.parts: ModelParts | None = None  # of the model, when Thunder first compiled it
         self._known = 0  # how many cache entries there were
-        # By the identity of each cache entry: itself, its checks, and whether it and an older one are exclusive.
-        self._checks: dict[int, tuple[CacheEntry, PrologueChecks, dict[int, bool]]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():  # it would look into whatever it can
@@ -197,7 +213,7 @@ class Dispatch:
         """A call that takes Thunder's dispatch, which may compile."""
         if (module := self._module()) is not None:
             refuse_fully_sharded(module)
-        for entry in self._entries:
+        for entry in self._entries.values():
             entry.drop_caches()
         nodes = nodes_of(self._leaves())  # held until Thunder's own nodes hold them: see Note [Nodes without hooks]
         failures = self._failures()
@@ -216,7 +232,7 @@ class Dispatch:
     def drop_discarded(self) -> None:
         """Drops the fast paths to recordings that were dropped. The next call takes Thunder's dispatch."""
         self._calls = []
-        for entry in self._entries:
+        for entry in [*self._entries.values()]:  # on any thread
             entry.drop_discarded()
 
     def _failures(self) -> int:
@@ -227,9 +243,9 @@ class Dispatch:
         """The parameters that Thunder's call may get a gradient for, if calls may get autograd nodes of ours."""
         module = self._module()
         is_watched = dispatch_mode_count() or function_mode_count() or functorch_is_active() or is_traced()
-        entries = self._entries
+        entries = [each for each in self._entries.values() if each.is_prepared]
         may_train = not entries or any(e.is_one_region and e.compiled.backward is not None for e in entries)
-        if module is None or not may_train or is_watched or not torch.is_grad_enabled() or not autograd_is_active():
+        if module is None or not may_train or is_watched or not torch.is_grad_enabled() or is_below_autograd():
             return ()
         kinds = (torch.nn.Parameter, torch.Tensor)  # others may have nodes of their own kind
         parameters = module_parameters(module).values()
@@ -237,33 +253,20 @@ class Dispatch:
 
     def _certain(self) -> list[EntryFastPaths]:
         """The entries that no newer one could come before, newest first, as Thunder tries them."""
-        cache = self._statistics.interpreter_cache[::-1]
-        known = {id(entry) for entry in cache}
-        self._known = len(cache)
-        self._entries = [entry for entry in self._entries if id(entry.compiled.entry) in known]
-        for key in self._checks.keys() - known:
-            del self._checks[key]
-        entries = {id(entry.compiled.entry): entry for entry in self._entries}
+        entries = [*map(self._entry_of, reversed(self._statistics.interpreter_cache))]
+        self._known = len(entries)
+        self._entries = {id(each.entry): each for each in entries}
         found = []
-        for i, entry in enumerate(cache):
-            if id(entry) in entries:
-                if all(self._are_exclusive(newer, entry) for newer in cache[:i]):
-                    found.append(entries[id(entry)])
+        for i, entry in enumerate(entries):
+            if entry.is_prepared:
+                if all(newer.excludes(entry) for newer in entries[:i]):
+                    found.append(entry)
                 else:
-                    entries[id(entry)].compiled.forward.no_fast_path = _OVERTAKEN
+                    entry.compiled.forward.no_fast_path = _OVERTAKEN
         return found
 
-    def _checks_of(self, entry: CacheEntry) -> PrologueChecks:
-        if id(entry) not in self._checks:
-            self._checks[id(entry)] = entry, PrologueChecks(entry.prologue_traces[-1]), {}
-        return self._checks[id(entry)][1]
-
-    def _are_exclusive(self, newer: CacheEntry, older: CacheEntry) -> bool:
-        checks = self._checks_of(newer)
-        others = self._checks[id(newer)][2]
-        if id(older) not in others:
-            others[id(older)] = checks.excludes(self._checks_of(older))
-        return others[id(older)]
+    def _entry_of(self, thunders: CacheEntry) -> EntryFastPaths:
+        return self._entries.setdefault(id(thunders), EntryFastPaths(thunders, self._statistics))
 
     def _build_fast_paths(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Gives the cache entry that Thunder's dispatch has just used fast paths, if it can have any."""
@@ -273,26 +276,26 @@ class Dispatch:
         if used is None:
             return
         drop_self_references(used)
-        if any(used is entry for entry in self._unsupported):
+        entry = self._entry_of(used)
+        if entry.is_unsupported:
             return
-        entry = next((e for e in self._entries if e.compiled.entry is used), None)
         forward = program_of(used.computation_traces)
         try:
-            if entry is None:
+            if not entry.is_prepared:
                 if forward is None or not forward.regions:
                     return
-                entry = self._added(used, forward)
+                self._prepare(entry, forward)
             entry.build_fast_paths(args, kwargs)
         except GuardMismatch:
             pass
         except Exception as error:  # whatever it is, there is Thunder's dispatch
-            self._unsupported.append(used)
+            entry.is_unsupported = True
             if forward is not None:
                 forward.no_fast_path = str(error) if isinstance(error, Unsupported) else repr(error)
 
-    def _added(self, used: CacheEntry, forward: Program) -> EntryFastPaths:
-        """A new entry of ours for one of Thunder's; `Unsupported` if it can have no fast paths."""
-        module = self._module()
+    def _prepare(self, entry: EntryFastPaths, forward: Program) -> None:
+        """`Unsupported` if the entry can have no fast paths."""
+        module, used = self._module(), entry.entry
         assert module is not None
         if compile_data(module).cache_option is not compat.CACHE_OPTIONS.CONSTANT_VALUES:
             raise Unsupported('it is not compiled with cache="constant values"')
@@ -300,11 +303,9 @@ class Dispatch:
         if used.backward_fn and backward is None:
             raise Unsupported("the backward has no regions")
         compiled = Compiled(used, forward, backward, compile_data(module).compile_options)
-        guard = PrologueGuard(module, self._checks_of(used), forward.inputs.names, self._parameters_cache)
-        entry = EntryFastPaths(compiled, guard, self._statistics)
+        guard = PrologueGuard(module, entry.checks, forward.inputs.names, self._parameters_cache)
         forward.pair.fast_paths_dropper = WeakMethod(self.drop_discarded)
-        self._entries.append(entry)
-        return entry
+        entry.prepare(compiled, guard)
 
 
 @torch.compiler.disable

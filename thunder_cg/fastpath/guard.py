@@ -17,9 +17,9 @@ from thunder_cg.compat.compiled import (
     module_parameters,
     original_module,
 )
-from thunder_cg.compat.containers import CHECK_GROUP, CHECK_LENGTH, CONSTANTS
+from thunder_cg.compat.containers import CONSTANTS, check_group, check_length
 from thunder_cg.compat.thunder import BoundSymbol, PrimIDs, ThunderModule, from_trace, prims, tracectx, tree_flatten
-from thunder_cg.compat.torch import attribute_dictionaries, without_torch_functions
+from thunder_cg.compat.torch import module_dictionaries, without_torch_functions
 from thunder_cg.executor import executor
 from thunder_cg.fastpath.prologue import Lookup, Metadata, PrologueChecks, unused_name
 from thunder_cg.fastpath.state import MISS, AttributeGuard, GlobalStateGuard, ParameterCache, Unsupported, getter
@@ -81,7 +81,7 @@ class PrologueGuard:
 
     def _keywords(self, checks: Sequence[BoundSymbol], arguments: Sequence[str]) -> tuple[str, ...] | None:
         """See the attribute."""
-        checks = [symbol for symbol in checks if symbol.sym.name != CHECK_GROUP]  # a recording goes before its groups
+        checks = [each for each in checks if each.sym.name != check_group.name]  # a recording goes before its groups
         arity = {self._checks.arity_name(symbol): symbol.args[1] for symbol in checks}
         if arity.keys() != {"args", "kwargs"}:
             return None
@@ -141,10 +141,6 @@ class PrologueGuard:
         if missing := [name for name in names if name not in self.place]:
             raise Unsupported(f"Thunder takes the values {missing} from places that are not known here")
         return getter([self.place[name] for name in names])
-
-    def makes_exactly(self, names: Sequence[str]) -> bool:
-        """Whether these are all the values, in their order."""
-        return list(names) == list(self.place)
 
 
 def _nothing_is_shared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -242,7 +238,7 @@ class _ModuleChecks:
         if hasattr(kind, key) or kind.__getattribute__ is not object.__getattribute__:
             return MISS
         self._watch(module)
-        for dictionary in attribute_dictionaries(module):
+        for dictionary in module_dictionaries(module)[:3]:  # no children
             if dictionary is not vars(module):
                 self._watch(dictionary)
             if key in dictionary:
@@ -253,7 +249,7 @@ class _ModuleChecks:
         """Has the list or dict of an attribute watched, if the check needs only the length of a list."""
         names = [proxy.name for proxy in check.flat_proxy_args]
         container = self._containers.get(names[0]) if len(names) == 1 else None
-        if isinstance(container, dict) or (isinstance(container, list) and check.sym.name == CHECK_LENGTH):
+        if isinstance(container, dict) or (isinstance(container, list) and check.sym.name == check_length.name):
             self._watched[id(container)] = container
             self._literals.update(names)
 

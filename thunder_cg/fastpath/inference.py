@@ -61,7 +61,7 @@ def inference_fast_path(
     look_up, cache, parameters_key = guard.look_up, guard.parameters_cache, guard.parameters_key
     positional, keywords, sharing_is_expected = guard.positional, guard.keywords, guard.sharing_is_expected
     is_alone = keywords is not None and positional + len(keywords) == 1  # one argument shares no memory
-    takes_all_values, pick_tensors = guard.makes_exactly(region.inputs), guard.picker(region.inputs)
+    takes_all_values, pick_tensors = [*region.inputs] == [*guard.place], guard.picker(region.inputs)
     are_apart = guard.sharing_check(values, [region.inputs[i] for i in region.guard.static])
     # The checks of the values.
     region.adapt_guard(list(pick_tensors(values)))
@@ -89,9 +89,9 @@ def inference_fast_path(
         """What may be checked after the launch."""
         try:
             return (
-                (not static or not is_simple or metadata_holds(*tensors))
+                # A guard that is not simple has looked at metadata and settings before the launch.
+                (not is_simple or ((not static or metadata_holds(*tensors)) and settings_hold()))
                 and global_state_holds()
-                and settings_hold()
                 and (attributes.unchanged() or attributes.holds())
             )
         except Exception:

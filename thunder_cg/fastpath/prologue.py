@@ -17,7 +17,7 @@ import torch
 
 from thunder_cg.analysis.ops import Value
 from thunder_cg.compat import thunder as compat
-from thunder_cg.compat.containers import CHECK_CONSTANT, CHECKS_OF_CONTAINERS, essence, expected_constant
+from thunder_cg.compat.containers import CHECKS_OF_CONTAINERS, check_constant, essence, expected_constant
 from thunder_cg.compat.thunder import BoundSymbol, PrimIDs, Proxy, TraceCtx, TraceProvenance, from_trace
 from thunder_cg.compat.torch import TensorGuards, tensor_guards
 from thunder_cg.executor import executor
@@ -159,7 +159,9 @@ class PrologueChecks:
         entry may hold, too, where a newer one does, unless both check one value and expect different things of it.
         """
         shared = self.expected.keys() & other.expected.keys()
-        return any(_differ(self.expected[key], other.expected[key]) for key in shared)
+        pairs = ((self.expected[key], other.expected[key]) for key in shared)
+        # A value that is not equal to itself proves nothing.
+        return any(bool(mine != theirs and mine == mine and theirs == theirs) for mine, theirs in pairs)
 
 
 def _is_of_cache_info(path: Any) -> bool:
@@ -233,7 +235,7 @@ def _expectations(symbol: BoundSymbol, names: list[str]) -> Iterator[tuple[str, 
         _, shape, *rest = symbol.args
         yield names[0], "tensor", Metadata(tuple(shape), *rest)
         yield names[0], "type", torch.Tensor
-    elif name == CHECK_CONSTANT:
+    elif name == check_constant.name:
         constant = expected_constant(symbol.args[1])
         yield names[0], "type", type(constant)
         yield names[0], "constant", essence(constant)
@@ -242,11 +244,6 @@ def _expectations(symbol: BoundSymbol, names: list[str]) -> Iterator[tuple[str, 
         yield names[0], "number", symbol.args[1]
     elif name in _VALUE_CHECKS:
         yield names[0], name, symbol.args[1]
-
-
-def _differ(one: Any, other: Any) -> bool:
-    """Whether no value is equal to both. A value that is not equal to itself proves nothing."""
-    return bool(one != other and one == one and other == other)
 
 
 class ParameterCheck:

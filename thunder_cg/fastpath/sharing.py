@@ -112,9 +112,8 @@ def _classes(group: Group) -> list[Group]:
     for i, tensor in group:
         mine = next((each for each in classes if _are_same(each[0][1], tensor)), None)
         if mine is None:
-            classes.append([(i, tensor)])
-        else:
-            mine.append((i, tensor))
+            classes.append(mine := [])
+        mine.append((i, tensor))
     return classes
 
 

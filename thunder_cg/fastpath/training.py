@@ -17,10 +17,10 @@ from thunder_cg.analysis.undefined import undefined_too
 from thunder_cg.compat.thunder import CollectionProxy, PrimIDs, Proxy, TraceCtx
 from thunder_cg.compat.torch import (
     autograd_base,
-    autograd_is_active,
     backward_keeps_graph,
     function_apply,
     functorch_is_active,
+    is_below_autograd,
     raising_if_differentiated,
 )
 from thunder_cg.errors import NO_SECOND_DERIVATIVES, ReplayRefused
@@ -50,7 +50,7 @@ class TrainingFastPath:
         self._program = program
         self._recording = recording
         self._arena = recording.arena
-        self._skip_reason = program.fast_path_skip_reason
+        self._may_take_fast_path = program.may_take_fast_path
         self._pick = guard.picker(region.inputs)
         region.adapt_guard(list(self._pick(values)))
         self._others = MetadataGuard(guard, [n for n in guard.metadata if n not in region.inputs], values)
@@ -85,9 +85,9 @@ class TrainingFastPath:
         tensors = list(self._pick(values))
         if (
             self._recording.dropped
-            or self._skip_reason() is not None
+            or not self._may_take_fast_path()
             or functorch_is_active()
-            or not autograd_is_active()
+            or is_below_autograd()
             or not region.guard.holds(tensors)
             or not self._others.holds(values)
             or not self._arena.try_hold()
@@ -202,7 +202,7 @@ class BackwardReplay:
         assert compiled.backward is not None
         self._compiled = compiled
         self._entry = compiled.entry
-        self._program = program = compiled.backward
+        program = compiled.backward
         self._recording = recording
         self._passed = passed
         self._may_replay = program.may_replay_backward

@@ -15,7 +15,7 @@ from thunder_cg.analysis.ops import Ops, read
 from thunder_cg.analysis.pieces import compute_in_pieces
 from thunder_cg.analysis.rules import VJP
 from thunder_cg.compat import thunder as compat
-from thunder_cg.kernels import activation, derivatives, loss, normalization  # noqa: F401  (they register operators)
+from thunder_cg.kernels import activation, attention, derivatives, loss, normalization  # noqa: F401  (they register)
 from thunder_cg.kernels.fusion import Fusion
 
 _EXPENSIVE = frozenset({"convolution", "cumsum", "sort", "topk"})  # operators of PyTorch's that Thunder has no tags for
@@ -38,7 +38,10 @@ class InductorExecutor(compat.TorchCompileExecutor):
         self._running = _Running()
         for id_, implementation in compat.torch_implementations().items():
             self.register_supported(id_, implementation.checker, grad_transform=implementation.grad_transform)
-        for name in (*compat.torch_operators(), *derivatives.executor.opmap, *derivatives.fused_executor.opmap):
+        # Attention is a call of cuDNN inside of what Inductor makes, so that a stretch does not end there. It does in
+        # training: what a backward reads is freed between stretches.
+        inside = (attention.infer.id, *derivatives.executor.opmap, *derivatives.fused_executor.opmap)
+        for name in (*compat.torch_operators(), *inside):
             self.register_supported(name)
         for id_ in [id_ for id_ in self.implmap if str(id_).endswith(VJP)]:
             del self.implmap[id_]
@@ -210,7 +213,7 @@ def _captured(ops: Ops, aliasing: Aliasing) -> dict[int, bool]:
     devices = {value.device.split(":")[0] for value in ops.values.values() if value.device is not None}
     captured = {
         op.index
-        for device in devices
+        for device in devices - {"cpu"} or devices  # what is on the host would keep a whole fusion eager
         for op, verdict in zip(ops.ops, classify(ops, aliasing, UserRules(), device))
         if verdict.capture and not op.communicates
     }

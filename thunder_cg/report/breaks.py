@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from thunder_cg.analysis.advice import for_branch, for_read, for_size
+from thunder_cg.analysis.advice import PACKS, PADDED, RECURRENT, for_branch, for_read, for_size
 from thunder_cg.analysis.sources import SourceLine, called_from, users
 
 ITEM = "Tensor.item() reads what a tensor holds into Python"
@@ -118,7 +118,9 @@ def recompilations(backend: Any) -> Iterator[Recompilation]:
 
     alike: dict[Any, list[Any]] = {}
     for each in recompiled(backend):
-        alike.setdefault((each.function, each.line, re.split(r" [=!<>]=? ", each.condition)[0]), []).append(each)
+        alike.setdefault(
+            (each.function, each.line, re.split(r" [=!<>]=? |\. expected ", each.condition)[0]), []
+        ).append(each)
     for (function, line, _), all_ in alike.items():
         condition = all_[0].condition
         yield Recompilation(function, condition, line, len(all_), condition.startswith(MODE))
@@ -141,7 +143,10 @@ def graph_breaks(label: str, graph: Any) -> Iterator[GraphBreak]:
     ended = getattr(graph.original_graph_module, "compile_subgraph_reason", None)
     if ended is None or not ended.graph_break:
         return
-    reason, stack = _stack_of(ended)
+    yield _graph_break(label, *_stack_of(ended))
+
+
+def _graph_break(after: str, reason: str | None, stack: Sequence[Any]) -> GraphBreak:
     frames = users([SourceLine(frame.filename, frame.lineno or 0) for frame in stack])
     is_skipped = reason is not None and reason.startswith(_SKIPPED)
     reason, fix = _understood(reason, frames) if reason is not None else _UNKNOWN
@@ -149,17 +154,23 @@ def graph_breaks(label: str, graph: Any) -> Iterator[GraphBreak]:
         reason, fix = _COLLECTIVE
     if frames and "torch._check_tensor_all" in (frames[-1].text or ""):
         fix = _CHECK
-    yield GraphBreak(label, called_from(frames), frames[-1].text if frames else None, reason, fix)
+    return GraphBreak(after, called_from(frames), frames[-1].text if frames else None, reason, fix)
 
 
-def left_to_python(label: str, compiled: Any, backend: Any) -> Iterator[GraphBreak]:
-    """The graph breaks because of which Dynamo compiles nothing of a function, or of what follows a graph."""
-    from thunder_cg.compat.dynamo import gave_up  # Dynamo is imported by now
+def breaks_without_graph(label: str, compiled: Any, backend: Any) -> Iterator[GraphBreak]:
+    """The graph breaks at which no graph ends: no operator comes before, or Dynamo compiles nothing of the function."""
+    from thunder_cg.compat.dynamo import gave_up, resumed  # Dynamo is imported by now
 
-    ended = [getattr(each.original_graph_module, "compile_subgraph_reason", None) for each in backend.subgraph_infos]
-    stacks = [_stack_of(each)[1] for each in ended if each is not None and each.graph_break]
-    for function, said, where in gave_up(compiled, backend, {(f.filename, f.lineno) for each in stacks for f in each}):
-        frames = users([SourceLine(where.filename, where.lineno or 0)])
+    infos = (getattr(each.original_graph_module, "compile_subgraph_reason", None) for each in backend.subgraph_infos)
+    stacks = [_stack_of(each) for each in infos if each is not None and each.graph_break]
+    known = {where for each in stacks for where in _where(*each)}
+    for start, reason, stack in resumed(backend):
+        if (where := _where(reason, stack))[0] not in known:
+            known.update(where)
+            yield _graph_break(f"the start of {start or label}", reason, stack)
+    ends = {place for _, places in known for place in places}
+    for function, said, at in gave_up(compiled, backend, ends):
+        frames = users([SourceLine(at.filename, at.lineno or 0)])
         reason, fix = _understood(said, frames)
         why = "in a loop" if "graph break in loop" in said else "where Dynamo cannot go on"
         part = function or label
@@ -167,6 +178,13 @@ def left_to_python(label: str, compiled: Any, backend: Any) -> Iterator[GraphBre
         reason = f"{reason}, {why}, {nothing}, and has not looked for more graph breaks after this one"
         source = frames[-1].text if frames else None
         yield GraphBreak(f"the start of {part}", called_from(frames), source, reason, fix, part)
+
+
+def _where(reason: str | None, stack: Sequence[Any]) -> list[tuple[str, tuple[tuple[str, int | None], ...]]]:
+    """What makes a graph break the same as another: the first line of its reason, files and lines; without one, all
+    at these lines are."""
+    places = tuple((frame.filename, frame.lineno) for frame in stack)
+    return [((reason or "").partition("\n")[0], places), ("", places)]
 
 
 def _stack_of(ended: Any) -> tuple[str | None, list[Any]]:
@@ -195,6 +213,10 @@ def _understood(said: str, frames: Sequence[SourceLine]) -> tuple[str, str]:
         return _of_builtin(name[1].replace("torch._VariableFunctionsClass.", "torch."))
     if "builtin `print`" in said:
         return "print()", _PRINT
+    if re.search(PACKS, said):
+        return "a packed sequence, which Dynamo does not trace", PADDED
+    if "Attempted to wrap RNN" in first:
+        return "nn.LSTM, nn.GRU or nn.RNN", RECURRENT
     if "copy.deepcopy" in first:
         return first, _DEEPCOPY
     if first.startswith("async_op=True") or "of class `Work`" in said:
@@ -203,7 +225,8 @@ def _understood(said: str, frames: Sequence[SourceLine]) -> tuple[str, str]:
         operator = re.sub(r"aten\._?unique\w*", "torch.unique", sized[1])
         about = " ".join(_NONZERO.findall(line)) if operator == "aten.nonzero" else operator  # which x[mask] calls, too
         fix = for_size(about) if operator.startswith(("aten.", "torch.")) else _OUTSIDE
-        return f"the size of what {operator} returns depends on what tensors hold", fix
+        users = "nonzero returns, which x[mask] and torch.where(mask) call," if operator == "aten.nonzero" else ""
+        return f"the size of what {users or f'{operator} returns'} depends on what tensors hold", fix
     explained = next((line.partition(": ")[2] for line in rest if line.startswith("Explanation: ")), "")
     first = explained.rstrip(".") if first in _VAGUE and explained else first
     hints = [line.removeprefix("Hint: ") for line in rest if line.startswith("Hint: ")]

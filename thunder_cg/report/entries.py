@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 from thunder_cg.compat.lines import BEFORE_BREAK
 from thunder_cg.compat.thunder import NumberProxy, proxy_shape
 from thunder_cg.report.breaks import Recompilation, is_after_break
 from thunder_cg.report.programs import Located
-from thunder_cg.runtime.changes import AFTER_BREAK, SIZES
+from thunder_cg.runtime.changes import AFTER_BREAK, SIZES, CallChange
 from thunder_cg.runtime.program import Program
 
 _SIZE_OF = re.compile(r"(?:tensor ')?([^']+?)(?:' size mismatch|\.size\(\))")
@@ -70,6 +70,12 @@ def inputs(program: Program) -> tuple[InputReport, ...]:
     return tuple(found)
 
 
+def _are_sizes(function: str, change: CallChange, sized: Set[tuple[str, int]]) -> bool:
+    """Whether these are numbers of Dynamo's for sizes of tensors, which change as well."""
+    numbers = {(function, number) for of in change.values for number in of} if change.kind == "number" else set()
+    return {*change.names} == {BEFORE_BREAK} and bool(numbers) and numbers <= sized
+
+
 def changes(programs: Iterable[Located], recompilations: Iterable[Recompilation]) -> tuple[ChangeReport, ...]:
     """Because of what calls replayed nothing. The versions of a function share what is known of it.
 
@@ -77,6 +83,9 @@ def changes(programs: Iterable[Located], recompilations: Iterable[Recompilation]
     """
     functions = {id(each.program.compilation.changes): each for each in programs}
     found = [(each.function, change) for each in functions.values() for change in each.program.compilation.changes]
+    shapes = [(function, shape) for function, each in found if each.kind in SIZES for of in each.values for shape in of]
+    sized = {(function, size) for function, shape in shapes for size in shape}
+    found = [each for each in found if not _are_sizes(*each, sized)]
     sizes = {(name, is_after_break(e.function)) for e in recompilations for name in _SIZE_OF.findall(e.condition)}
     follow = {BEFORE_BREAK} | {name for name, after in sizes if after and (name, False) not in sizes}
     return tuple(

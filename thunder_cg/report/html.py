@@ -46,6 +46,8 @@ _STYLE = """
   .thunder-cg td { border: 0; padding: 0.1em 0.5em; }
   .thunder-cg td:empty { display: none; }
   .thunder-cg tr { border-top: 1px solid rgba(128, 128, 128, 0.4); padding: 0.2em 0; }
+  .thunder-cg td:last-child:not([colspan])::before { content: "to change it: "; }
+  .thunder-cg .changes td:last-child::before { content: none; }
   .thunder-cg .changes td:nth-child(2)::before { content: "before: "; }
   .thunder-cg .changes td:nth-child(3)::before { content: "after: "; }
 }

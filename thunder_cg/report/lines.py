@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from thunder_cg.analysis.partition import NO_GAIN
 from thunder_cg.report.breaks import ITEM
 from thunder_cg.report.units import count
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _MOST_LINES = 30  # of source
-_LONG = 80  # characters of a fix, which is not said again for another line
+_LONG = 80  # characters of a reason or fix, which is not said again for another line
 HEADING = "What is not in a graph, by line of source, the most expensive first:"
 
 _SCALARS = (
@@ -45,30 +46,38 @@ class _Problem:
 
 
 def by_line(report: Report) -> Iterator[str]:
-    """For each line of source its text, and below it each of its problems with the fix. Nothing if there are none."""
+    """For each line of source its text, and below it each of its problems with the fix. Nothing if there are none.
+
+    One line at the end is for what nothing has to change for.
+    """
     found = [*map(_of_cause, report.causes), *_of_breaks(report.breaks), *_of_inductor(report.outside)]
+    small = [problem for problem in found if problem.fix == NO_GAIN]
+    found = [problem for problem in found if problem.fix != NO_GAIN]
     found.sort(key=lambda problem: _cost([problem]), reverse=True)
     lines = [*_grouped(found, lambda problem: problem.line.removeprefix("near "))]
     lines.sort(key=_cost, reverse=True)
-    if lines:
+    if lines or small:
         yield HEADING
-    fixes: dict[str, str] = {}  # with the lines that they are said of
+    said: dict[str, str] = {}  # reasons and fixes, with the lines that they are said of
     for problems in lines[:_MOST_LINES]:
         source = next((problem.source for problem in problems if problem.source), None)
         line = next((problem.line for problem in problems if not problem.line.startswith("near ")), problems[0].line)
         yield f"  {line}" + (f": {source}" if source else "")
         for problem in problems:
             yield f"      {problem.said}"
-            if problem.why:
-                yield f"        why: {problem.why}"
-            if problem.fix:
-                known = fixes.get(problem.fix)
-                fix = "as above" if known == line else problem.fix
-                fix = f"as for {known}" if known not in (None, line) and len(fix) > _LONG else fix
-                yield f"        to change it: {fix}"
-                fixes.setdefault(problem.fix, line)
+            for name, text in (("why", problem.why), ("to change it", problem.fix)):
+                known = said.get(text)
+                short = "as above" if known == line else text
+                short = f"as for {known}" if known not in (None, line) and len(short) > _LONG else short
+                if text:
+                    yield f"        {name}: {short}"
+                    said.setdefault(text, line)
     if len(lines) > _MOST_LINES:
         yield f"  {count(len(lines) - _MOST_LINES, 'more line')}: see explain(fn).causes, .breaks and .outside"
+    if small:
+        where = _few([*dict.fromkeys(problem.line.removeprefix("near ") for problem in small)])
+        ops = count(sum(problem.ops for problem in small), "op")
+        yield f"  {where}: {ops} eager, in too small a region to gain; nothing has to change"
     for cut in _grouped(report.outside, lambda part: part.cost):
         graphs = [*dict.fromkeys(part.function for part in cut)]
         yield f"{_few(graphs)}, {'are' if len(graphs) > 1 else 'is'} {cut[0].cost}"

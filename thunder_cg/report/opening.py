@@ -63,13 +63,13 @@ def _summary(report: Report) -> Iterator[str]:
     yield from failures(report)
     yield from left_to_python(report)
     yield from in_python(report)
-    yield from compiled_anew(report)
+    yield from (anew := [*compiled_anew(report)])
     yield from lines.by_line(report)
     yield from lines.by_inductor(report.joined)
     yield from unmatched(report)
     yield from measured(report)
     yield from deselected(report)
-    yield from changes(unsettled(report))
+    yield from changes(unsettled(report), " ".join(anew))
 
 
 def nothing(report: Report) -> str:
@@ -186,7 +186,10 @@ def ran(report: Report) -> Iterator[str]:
 
 
 def without_backward(report: Report) -> Iterator[str]:
-    """The functions whose backward never ran, although the forward did more than once, and what to do about it."""
+    """The functions whose backward never ran, although the forward did more than once, and what to do about it.
+
+    Where another backward has run, they may be a part of training, such as a metric.
+    """
     backwards = {
         (trace.function, trace.entry) for trace in report.traces if trace.kind == "backward" and not trace.calls
     }
@@ -194,10 +197,14 @@ def without_backward(report: Report) -> Iterator[str]:
     found = [each for each in forwards if (each.function, each.entry) in backwards]
     if found:
         more = f", and {len(found) - 1} more" if len(found) > 1 else ""
-        yield (
-            f"No backward ran of {found[0].function}, compiled version {found[0].entry}{more}: for inference, call it "
-            f"under torch.no_grad(), or after model.requires_grad_(False), which keeps nothing for a backward."
+        trains = any(trace.kind == "backward" and trace.calls for trace in report.traces)
+        fix = (
+            "compute what no gradient needs, such as a metric or an evaluation, under torch.no_grad()"
+            if trains
+            else "for inference, call it under torch.no_grad(), or after model.requires_grad_(False)"
         )
+        where = f"{found[0].function}, compiled version {found[0].entry}{more}"
+        yield f"No backward ran of {where}: {fix}, which keeps nothing for a backward."
 
 
 def graphs_of_one_call(report: Report) -> Iterator[str]:
@@ -314,9 +321,14 @@ def _eager(region: RegionReport) -> float:
     return region.eager_microseconds or 0.0
 
 
-def changes(parts: Sequence[ChangeReport]) -> Iterator[str]:
-    """Because of what calls compiled, warmed up or captured anew, what that costs, and what to do about it."""
+def changes(parts: Sequence[ChangeReport], above: str = "") -> Iterator[str]:
+    """Because of what calls compiled, warmed up or captured anew, what that costs, and what to do about it.
+
+    Args:
+        above: what was said before.
+    """
     said: set[str] = set()
     for part in parts:
-        yield f"{part.function}: {part.problem}; {part.cost}; {'as above' if part.fix in said else part.fix}"
+        fix = "as above" if part.fix in said or part.fix in above else part.fix
+        yield f"{part.function}: {part.problem}; {part.cost}; {fix}"
         said.add(part.fix)

@@ -95,10 +95,8 @@ def render(trace: TraceReport, *, saves: bool) -> str:
 
 
 def colour_of(region: RegionReport) -> str:
-    """Green with a graph or if it has not run, red if it stays eager, and grey if it only ran eagerly up to now."""
-    if region.failure is not None:
-        return EAGER
-    return CAPTURED if region.captures or not region.eager_runs else OTHER
+    """Green with a graph, red if it stays eager, and grey if it has no graph up to now, as in a plan."""
+    return EAGER if region.failure is not None else CAPTURED if region.captures else OTHER
 
 
 def _boxes(trace: TraceReport, saves: bool) -> list[_Box]:

@@ -18,6 +18,7 @@ import thunder
 import torch
 from torch.fx import GraphModule
 
+from thunder_cg.analysis.advice import NUMBER_OF_DYNAMO
 from thunder_cg.analysis.sources import called_from, user_frames
 from thunder_cg.compat.thunder import CACHE_OPTIONS, is_ours, owns_regions
 from thunder_cg.errors import NotCompiledError, OptionError
@@ -25,8 +26,8 @@ from thunder_cg.report.breaks import (
     GraphBreak,
     Recompilation,
     RecompileLimit,
+    breaks_without_graph,
     graph_breaks,
-    left_to_python,
     recompilations,
     recompile_limits,
 )
@@ -171,7 +172,7 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
         ran += [max(thunder.compile_stats(jitted).calls for jitted in compiled)] if compiled else []
         outside += outside_of(label, graph)
         breaks += graph_breaks(label, graph)
-    breaks += left_to_python(_name(fn), fn, backend)
+    breaks += breaks_without_graph(_name(fn), fn, backend)
     made = counting.counts[0] if (counting := that_counts(fn)) is not None else 0
     without_graph = made - sum(ran)  # negative if a call has several graphs, or calls are not counted
     python_calls = max(0, without_graph) if len(ran) == len(backend.subgraph_infos) else 0
@@ -253,6 +254,8 @@ def _reason(split: Any) -> str:
     said = _UNKNOWN.sub(f"is unknown to Thunder; {_OWN_OPERATOR}", str(split.info).replace(", see exception field", ""))
     raised = str(split.exception or "").strip().partition("\n")[0]
     if (refused := _REFUSED.match(said)) is not None:
+        if any(each in raised for each in ("SymFloat", "SymBool", "SymInt")):
+            return f"{refused[1]} {NUMBER_OF_DYNAMO}"
         if "VJP for" in raised or "gradient transform" in raised:
             return f"{refused[1]} has no gradient in Thunder; {_OWN_OPERATOR}"
         said = f"{refused[1]} has arguments that Thunder refuses; {_OWN_OPERATOR}"

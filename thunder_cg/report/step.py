@@ -71,7 +71,9 @@ class StepReport(OfFunction):
             yield "All calls after the first ones replay: there is nothing to change."
         if self.in_python:
             yield "In Python, with the graphs of the compiled modules in it:"
-            yield from (f"  {number:,} x {reason}" for reason, number in self.in_python.items())
+            for reason, number in self.in_python.items():
+                what, *fixes = reason.split("; ")
+                yield from (f"  {number:,} x {what}", *(f"      {fix}" for fix in fixes))
         for number, kinds in enumerate(self.nodes):
             has = [", ".join(count(times, kind) for kind, times in kinds.items())] if kinds else []
             if has := [*has, *(self.collectives[number] if self.collectives else ())]:
@@ -108,7 +110,8 @@ def _merged(reasons: Mapping[str, int], fixes: Mapping[str, str]) -> Counter[str
     """What is about one thing that changes as one reason, with the first values, and the most that is said of it."""
     alike: dict[tuple[str, bool], list[str]] = {}
     for reason in (each for each, number in reasons.items() if number):
-        about, *change = _VALUES.split(reason, maxsplit=1)
+        about, *change = _VALUES.split(reason.replace(", in each step", ", in the step"), maxsplit=1)
+        about = about.partition(", in the step")[0]
         alike.setdefault((about, ", between calls" in str(change)), []).append(reason)
     merged: Counter[str] = Counter()
     for first, *others in alike.values():
@@ -119,5 +122,7 @@ def _merged(reasons: Mapping[str, int], fixes: Mapping[str, str]) -> Counter[str
             if any(", in each step" in each for each in others):
                 said = said.replace(", in the step", ", in each step", 1)
             said = said.replace(" changed", f" changed{values[0]} and later to others", 1)
+        elif others:
+            said = next((each for each in (first, *others) if ", in each step" in each), first)
         merged[said] = sum(reasons[each] for each in (first, *others))
     return merged

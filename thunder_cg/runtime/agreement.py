@@ -12,9 +12,10 @@ Note [Agreement of ranks]
     A call that raises before it communicates gives its number to the next one, which meets those that wait for it. It
     has communicated once PyTorch has issued something, or a graph with its collectives was launched. A rank may also
     make what others call by itself, as `Join` does for one without batches, and count less. So whoever asks in vain
-    looks where all others are. If one is as many calls ahead as it was the last time, this rank counts on from there;
-    from the farthest one, if there are several. So all ranks number alike once they have asked in vain twice,
-    however they differed. If the other rank was only early, it counts less then, and hears of it likewise.
+    looks where all others are, and waits for one that has given the call up to show that. If one is as many calls ahead
+    as it was the last time, this rank counts on from there; from the farthest one, if there are several. So all ranks
+    number alike once they have asked in vain a few times, however they differed. If the other rank was only early, it
+    counts less then, and hears of it likewise.
 
 Note [Meetings]
     A rank that needs a capture while the others replay would stay eager, and all would wait for it. So it asks for a
@@ -68,11 +69,11 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial
-from typing import Protocol
 
 from thunder_cg.compat import distributed
 from thunder_cg.compat.distributed import ProcessGroup, Store
 from thunder_cg.errors import OptionsDiffer, RanksDiffer
+from thunder_cg.runtime.arena import Recorder
 
 _logger = logging.getLogger(__name__)
 
@@ -83,17 +84,11 @@ _SHORTEST = 0.02  # after many time-outs in a row
 _PERIOD, _MEETING = 256, 32  # calls: see Note [Meetings]
 _MAX_PAUSE = 16  # periods
 _MEETING_TIMEOUT = 0.5  # seconds
+_LOOK = 0.5  # seconds for a rank that has asked in vain to ask again
 _SILENCE = 10.0  # seconds after which the log says what a rank waits for, and does so again
-_NO, _NEVER, _NOTHING = "no: ", "never: ", ""
+_NO, _LATE, _NEVER, _NOTHING = "no: ", "late: ", "never: ", ""  # _LATE: some rank has not answered in time
 _HAS = " again"  # ends a vote of one that could replay
 _ALONE = "alone: "  # begins the options of a function that only this rank has compiled
-
-
-class HoldsGroups(Protocol):
-    """What has recordings that hold a group's communicator."""
-
-    def close_recordings(self, *, may_wait: bool) -> None:
-        """Destroys the graphs, after their work is done if that may be waited for."""
 
 
 _Number = tuple[int, ...]  # of a call; that of one in a step begins with the step's
@@ -113,7 +108,7 @@ class _GroupState:
         self.key = key
         self.place: _Number = ()  # the call that its calls are numbered within
         self.calls = 0  # that communicate in it
-        self._before: _Issued | None = None  # the last of them
+        self.before: _Issued | None = None  # the last of them
         self.ahead: dict[int, tuple[int, int]] = {}  # by rank: the later call that it was at, and by how many
         self.is_captured = False  # whether they are in the capture of a step, and so are none
         self.generation: int | None = None  # see Note [Keys in the store]
@@ -124,7 +119,7 @@ class _GroupState:
         # See Note [Same options].
         self.functions = 0  # with Thunder's collectives in it, that have been called
         self.options: str | None = None  # of all of them, on all ranks; None if they differ
-        self.holders: weakref.WeakSet[HoldsGroups] = weakref.WeakSet()
+        self.holders: weakref.WeakSet[Recorder] = weakref.WeakSet()
         self.keep_eager: weakref.WeakSet[object] = weakref.WeakSet()  # programs that no graph is to hold
 
     @property
@@ -132,12 +127,9 @@ class _GroupState:
         self.end_call()
         return (*self.place, self.calls + 1)
 
-    def begin_call(self, before: _Issued | None) -> None:
-        self.calls, self._before = self.next_call[-1], before
-
     def end_call(self) -> None:
         """The last call is none if it has raised before it communicated."""
-        before, self._before = self._before, None
+        before, self.before = self.before, None
         if before:
             self.calls -= all(
                 issued and distributed.is_alive(group) and distributed.progress(group) == issued
@@ -167,23 +159,6 @@ class _GroupState:
 _States = weakref.WeakKeyDictionary[ProcessGroup, _GroupState]
 _states: _States = weakref.WeakKeyDictionary()
 _common: _States = weakref.WeakKeyDictionary()  # of a default group: see Note [Several groups]
-
-
-_agreed_for = [0.0]  # seconds
-
-
-def seconds_of_agreement() -> float:
-    """How long this process has been asking other ranks, until now, with the time that it was there before them."""
-    return _agreed_for[0]
-
-
-@contextmanager
-def _timed() -> Iterator[None]:
-    begin = time.perf_counter()
-    try:
-        yield
-    finally:
-        _agreed_for[0] += time.perf_counter() - begin
 
 
 def _close_holders(group: ProcessGroup, *, may_wait: bool) -> None:
@@ -233,7 +208,6 @@ class Round:
         if self._has_declined:
             self._put("", _NOTHING, [group for group in self._numbers if group not in groups])
 
-    @_timed()
     def ask(self, stage: str, subject: str | Mapping[ProcessGroup, str], *, could_replay: bool = False) -> bool:
         """Votes for ``subject`` at ``stage``, and waits. Returns whether all ranks could replay instead.
 
@@ -251,9 +225,8 @@ class Round:
                 patience = self._patience(_states[group], could_replay=could_replay)
                 all_could &= self._compare(group, number, stage, its, patience)
             except RanksDiffer as problem:
-                self.refuse(stage, str(problem), may_pass=problem.may_pass)  # for those that still wait, or ask later
-                if not problem.no_answer:
-                    time.sleep(_SHORTEST)  # what others had said may be of the call before, and they come to this one
+                word = _LATE if problem.no_answer else _NO if problem.may_pass else _NEVER
+                self._put(stage, f"{word}{problem}")  # for those that still wait, or ask later
                 with suppress(RuntimeError):  # the store is gone
                     said = {index: _said(group, number, stage, index) for index, _ in _other_ranks(group)}
                     _states[group].catch_up(
@@ -289,10 +262,13 @@ class Round:
                 state.timeouts += 1
                 problem = f"rank {rank} did not answer within {patience:g} s: it replays, or is busy"
                 raise RanksDiffer(problem, may_pass=True, no_answer=True)
-            for word in (_NO, _NEVER):
+            if vote.startswith(_LATE):  # it has left the call, and shows at its next one whether it counts more
+                state.timeouts += 1
+                _awaited(partial(_next_call, group, number, stage, index), time.monotonic() + min(patience, _LOOK))
+            for word in (_NO, _LATE, _NEVER):
                 if vote.startswith(word):
                     problem = f"rank {rank} does not capture it: {vote.removeprefix(word)}"
-                    raise RanksDiffer(problem, may_pass=word is _NO)
+                    raise RanksDiffer(problem, may_pass=word is not _NEVER)
             if vote.removesuffix(_HAS) != subject:
                 problem = f"rank {rank} captures something else: other collectives, or others together"
                 raise RanksDiffer(problem, may_pass=not self._has_agreed)
@@ -385,7 +361,7 @@ def _count(groups: Iterable[ProcessGroup], clock: _Clock | None, before: _Issued
     """Counts a call that communicates in the groups, and that meets others by this clock."""
     states = [(group, _states[group]) for group in groups]
     for group, state in (*states, *([clock] if clock is not None and clock not in states else [])):
-        state.begin_call(before)
+        state.calls, state.before = state.next_call[-1], before
         if state.calls % _PERIOD == 0 and not state.place and distributed.is_alive(group):
             _look_for_meeting(group, state)
 
@@ -395,6 +371,12 @@ def _said(group: ProcessGroup, number: _Number, stage: str, rank: int) -> dict[_
     keys = [_key(group, number, each, rank) for each in ("", stage)]
     put = [found.split(" ", 1) for key in keys if (found := _get(distributed.store(group), key)) is not None]
     return {tuple(map(int, text.split("."))): vote for text, vote in put if vote != _NOTHING}
+
+
+def _next_call(group: ProcessGroup, number: _Number, stage: str, rank: int) -> str | None:
+    """A later call that another rank is at; None if it is at none."""
+    latest = max(_said(group, number, stage, rank), default=number)
+    return _text(latest) if latest > number else None
 
 
 def _vote(group: ProcessGroup, number: _Number, stage: str, rank: int, deadline: float) -> str | None:
@@ -452,7 +434,7 @@ class Collectives:
     def _clock(self) -> _Clock | None:
         return _clock(self._together)
 
-    def held_by(self, holder: HoldsGroups) -> None:
+    def held_by(self, holder: Recorder) -> None:
         """``holder`` is told before one of the groups goes."""
         distributed.before_shutdown(_close_holders)
         for group in self._groups:
@@ -518,7 +500,6 @@ class SameOptions:
             if self._checked[group]:
                 raise OptionsDiffer(label, self._checked[group])
 
-    @_timed()
     def _compare(self, group: ProcessGroup, label: str) -> str:
         """Tells the other ranks the options; in which rank's they differ, and how, "" if in none."""
         state, store, said = _states[group], distributed.store(group), json.dumps(self._options)

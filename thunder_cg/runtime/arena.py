@@ -122,7 +122,8 @@ class Arena:
         moved = [each for each in self._lent if not each.is_in_place()]
         self._lent.clear()
         for each in moved:
-            each.note_move()
+            if (stop_lending := each.stop_lending()) is not None:
+                stop_lending()
         self._has_moved |= bool(moved)
         return bool(moved)
 
@@ -179,44 +180,43 @@ def _fill(pools: Mapping[torch.device, Pool], lent: Sequence[Lent]) -> None:
         pool.poison([tensor for each in lent for tensor in each.held()])
 
 
-class Recorded(Protocol):
-    """Graphs in arenas: a recording of a program, or of a graphed step."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class RecordingUse:
+    """How much a recording, of a program or of a graphed step, is used, and how much memory that takes.
+
+    Who is discarded for others depends on it.
+    """
+
+    nbytes: int = 0  # of the arena, about: recordings of one arena share its memory
+    replays: int = 0
+    forgotten: float = 0  # of the replays: those that do not count any more
 
     @property
     def value(self) -> float:
-        """Replays per byte."""
+        """How much time it saves for its memory: replays per byte."""
+        return (self.replays - self.forgotten) / max(1, self.nbytes)
 
     def age(self) -> None:
-        """Has earlier replays count less."""
+        """Has its replays up to now count by half, so that what was used long ago does not stay for ever."""
+        self.forgotten += (self.replays - self.forgotten) / 2
 
     def arenas(self) -> Sequence[Arena]:
         """Those that its graphs use."""
+        raise NotImplementedError
 
 
 class Recorder(Protocol):
-    """What owns recordings: a program, or a graphed step."""
+    """What owns recordings: a pair of programs, or a graphed step."""
 
     @property
-    def recordings(self) -> Sequence[Recorded]:
+    def recordings(self) -> Sequence[RecordingUse]:
         """Newest first."""
 
     def discard_for_budget(self, recording: Any) -> None:
         """Gives up one of its recordings, because others are worth more."""
 
-
-class Holder(Protocol):
-    """A call that needs memory for graphs."""
-
-    @property
-    def recording(self) -> Recorded | None:
-        """What it has recorded, if that is among the owner's recordings already. It is not discarded."""
-
-    @property
-    def memory(self) -> Arena:
-        """Where it allocates."""
-
-    def arenas(self) -> Sequence[Arena]:
-        """Those that it holds."""
+    def close_recordings(self, *, may_wait: bool) -> None:
+        """Destroys graphs that hold a process group, after their work is done if that may be waited for."""
 
 
 class Arenas:
@@ -245,6 +245,7 @@ class Arenas:
 
     def __init__(self, backend: Backend, limit: int, poison: bool, budget: int | float | None = None) -> None:
         self._backend, self._limit, self._poison, self._budget = backend, limit, poison, budget
+        self.have_budget = budget is not None
         self._lock = threading.Lock()
         self._budget_lock = threading.RLock()  # what is discarded may run destructors of anybody
         self._arenas: list[weakref.ref[Arena]] = []
@@ -313,13 +314,20 @@ class Arenas:
         return self._budget
 
     def make_room(
-        self, call: Holder, device: torch.device, captures_pay: Callable[[], bool], expected: int | None = None
+        self,
+        mine: Sequence[Arena],
+        device: torch.device,
+        captures_pay: Callable[[], bool],
+        expected: int | None = None,
+        kept: RecordingUse | None = None,
     ) -> str | None:
-        """Has the memory that ``call`` uses fit into the budget.
+        """Has the memory that a call uses fit into the budget.
 
         Args:
+            mine: the arenas that the call holds. It allocates in the last one.
             captures_pay: whether it makes sense to discard recordings for one of this call.
             expected: bytes that it will have; None if it has them.
+            kept: a recording that is not discarded, since the call adds to it.
 
         Returns:
             why it does not fit, with both values; None if it does.
@@ -329,14 +337,13 @@ class Arenas:
             return None
         # The capture lock first: a call that begins inside a warm-up holds it already.
         with self._backend.capture_lock, self._budget_lock:
-            mine = call.arenas()
             in_flight = sum(arena.nbytes() for arena in self._all() if arena.is_held() and arena not in mine)
             is_hopeless = expected is not None and in_flight + expected > budget
             problem = _RAISE if is_hopeless else None
-            while problem is None and self.nbytes() + max(0, (expected or 0) - call.memory.nbytes()) > budget:
+            while problem is None and self.nbytes() + max(0, (expected or 0) - mine[-1].nbytes()) > budget:
                 if not self._trim_unused(mine):
-                    problem = self._discard_least_valuable(call, captures_pay)
-            measured = call.memory.nbytes()
+                    problem = self._discard_least_valuable(mine, captures_pay, kept)
+            measured = mine[-1].nbytes()
         if problem is None:
             return None
         needs = (
@@ -348,15 +355,15 @@ class Arenas:
     def _all(self) -> list[Arena]:
         return _alive([*self._arenas, *self._scratch])
 
-    def _discard_least_valuable(self, call: Holder, captures_pay: Callable[[], bool]) -> str | None:
+    def _discard_least_valuable(
+        self, mine: Sequence[Arena], captures_pay: Callable[[], bool], kept: RecordingUse | None
+    ) -> str | None:
         """Discards a recording that no other call uses. Returns why there is none to discard."""
-        mine = call.arenas()
         recordings = [(pair, recording) for pair in self._pairs for recording in reversed(pair.recordings)]
         candidates = [
             (pair, recording)
             for pair, recording in recordings
-            if recording is not call.recording
-            and all(arena in mine or not arena.is_held() for arena in recording.arenas())
+            if recording is not kept and all(arena in mine or not arena.is_held() for arena in recording.arenas())
         ]
         if not candidates:
             return _RAISE

@@ -11,8 +11,10 @@ Note [Kernel scalars]
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -139,6 +141,23 @@ class Timer(Protocol):
 
     def runs(self) -> list[list[float]]:
         """Of each run since this was asked last: the times up to each mark, since the mark before, in microseconds."""
+
+
+class HostTimer:
+    """The host's clock: on a CPU, an operator has run when its call returns."""
+
+    def __init__(self) -> None:
+        self._runs: list[list[int]] = []
+
+    def start(self) -> None:
+        self._runs.append([time.perf_counter_ns()])
+
+    def mark(self) -> None:
+        self._runs[-1].append(time.perf_counter_ns())
+
+    def runs(self) -> list[list[float]]:
+        runs, self._runs = self._runs, []
+        return [[(later - earlier) / 1000 for earlier, later in pairwise(run)] for run in runs]
 
 
 class Backend(Protocol):

@@ -19,17 +19,14 @@ class ProgramBudget:
     """What one program knows of the memory budget of all arenas.
 
     Args:
-        is_limited: whether there is a budget.
         needed: an estimate of the bytes that the program's graphs need in an arena.
 
     Attributes:
         needed: that, or more bytes if the graphs turned out to need more.
     """
 
-    def __init__(
-        self, arenas: Arenas, pair: Pair, regions: Sequence[RuntimeRegion], *, is_limited: bool, needed: int
-    ) -> None:
-        self._arenas, self._pair, self._regions, self._is_limited = arenas, pair, regions, is_limited
+    def __init__(self, arenas: Arenas, pair: Pair, regions: Sequence[RuntimeRegion], needed: int) -> None:
+        self._arenas, self._pair, self._regions = arenas, pair, regions
         self.needed = needed
         self._no_room: str | None = None  # what the arenas said when they were asked last
         self._ask_again_at = 0  # the number of the first call that asks them again
@@ -37,7 +34,7 @@ class ProgramBudget:
 
     def find_room(self, call: Call) -> str | None:
         """Why what the call is to warm up or capture does not fit. The arenas are not asked each time."""
-        if not self._is_limited:
+        if not self._arenas.have_budget:
             return None
         if call.program.calls >= self._ask_again_at:
             self._ask_for_room(call, self.needed)
@@ -46,7 +43,7 @@ class ProgramBudget:
 
     def keeps(self, call: Call) -> bool:
         """Whether the arenas keep to the budget, now that the call has warmed up or captured."""
-        if not self._is_limited:
+        if not self._arenas.have_budget:
             return True
         self._ask_for_room(call, None)
         if self._no_room is not None and call.began_empty:
@@ -65,7 +62,9 @@ class ProgramBudget:
         return self._arenas.budget(self._regions[0].device)
 
     def _ask_for_room(self, call: Call, expected: int | None) -> None:
-        self._no_room = self._arenas.make_room(call, self._regions[0].device, self.captures_pay, expected)
+        self._no_room = self._arenas.make_room(
+            call.arenas(), self._regions[0].device, self.captures_pay, expected, call.recording
+        )
         if self._no_room is not None:
             self._ask_again_at = call.program.calls + self._pause
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)

@@ -73,28 +73,24 @@ class Call:
         recording.arena.call_memory = program.pair.call_memory
         return call.switch_to(Mode.REPLAY)
 
-    def switch_to(self, mode: Mode, reason: str = "", *, strict: bool = True) -> Call:
-        """Has the regions from here on run in another mode, and counts that. Nothing else changes the mode.
-
-        Args:
-            reason: why the call runs eagerly, which is counted; empty if it has been counted as eager already.
-            strict: whether the option ``strict=True`` makes an error of that.
-        """
+    def switch_to(self, mode: Mode) -> Call:
+        """Has the regions from here on run in another mode. Nothing else changes the mode."""
         self.mode = mode
         if mode is not Mode.REPLAY:
             self.began = time.perf_counter()
-        self.program.warm_ups += mode is Mode.WARMUP
-        if mode is Mode.WARMUP or (mode is Mode.EAGER and reason):
+        if mode is Mode.WARMUP:
+            self.program.warm_ups += 1
             self.program.eager_calls += 1
-        if reason:
-            self.program.count_fallback(reason, skip_reasons.fix_of(reason))
-            if strict:
-                self.program.raise_if_strict(reason)
         return self
 
     def run_eagerly(self, reason: str, *, strict: bool = True) -> Call:
-        """Regions run their ops from here on, because of ``reason``."""
-        return self.switch_to(Mode.EAGER, reason, strict=strict)
+        """Regions run their ops from here on, because of ``reason``, which is counted; an error if ``strict=True``."""
+        self.switch_to(Mode.EAGER)
+        self.program.eager_calls += 1
+        self.program.count_fallback(reason, skip_reasons.fix_of(reason))
+        if strict:
+            self.program.raise_if_strict(reason)
+        return self
 
     def give_up(self) -> None:
         """Drops what the call recorded, with the memory of what failed. Callers own what it has lent."""

@@ -39,7 +39,6 @@ _PAD = (
     "calls with it replay"
 )
 _DROP_LAST = "if only the last batch differs, drop_last=True"
-PAD_BATCH = f"{_PAD}; {_DROP_LAST}"
 SIZES = ("shape", "size")
 _AS_TENSOR = f"it bounds a slice, x[i + torch.arange(n, device=...)] is x[i : i + n]; {IF_DROPOUT}"
 

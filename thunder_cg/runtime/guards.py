@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ class Guard:
         self.static = list(static)
         self.addresses = [t.data_ptr() if t is not None and i in fixed else None for i, t in enumerate(tensors)]
         self.aligned = [(i, t.data_ptr() % ALIGNMENT) for i, t in present if i not in fixed]
-        self._overlap = OverlapGuard.of(tensors, fixed, written) if written else None
+        self._overlap = OverlapGuard(tensors, fixed, written) if written else None
         self._leaves = [(i, t.is_leaf) for i, t in present if i in written and t.requires_grad]
         self.settings = settings
         self._read_settings = kernel_settings(settings)
@@ -84,37 +83,27 @@ class Guard:
         return [i for i in self.static if tensors[i] is None or tensors[i].data_ptr() != self.addresses[i]]
 
 
-@dataclass(frozen=True, slots=True)
 class OverlapGuard:
     """Which memory the inputs that are copied must not share."""
 
-    copied: tuple[int, ...]
-    written: frozenset[int]
-    static_all: frozenset[int]  # addresses of the static tensors' storages
-    static_written: frozenset[int]
-
-    @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor | None], static: set[int], written: frozenset[int]) -> OverlapGuard:
-        return cls(
-            tuple(i for i in range(len(tensors)) if i not in static),
-            written,
-            frozenset(address(tensors[i]) for i in static) - {0},
-            frozenset(address(tensors[i]) for i in static & written) - {0},
-        )
+    def __init__(self, tensors: Sequence[torch.Tensor | None], static: Set[int], written: frozenset[int]) -> None:
+        self._copied, self._written = [i for i in range(len(tensors)) if i not in static], written
+        self._static_all = {address(tensors[i]) for i in static} - {0}  # where their storages begin
+        self._static_written = {address(tensors[i]) for i in static & written} - {0}
 
     def admits(self, tensors: Sequence[torch.Tensor | None]) -> bool:
         """Whether no written input shares memory with another input, unless both are static."""
         read: set[int] = set()
         wrote: set[int] = set()
-        for i in self.copied:
+        for i in self._copied:
             at = address(tensors[i])
             if not at:
                 continue
-            if i in self.written:
-                if at in wrote or at in read or at in self.static_all:
+            if i in self._written:
+                if at in wrote or at in read or at in self._static_all:
                     return False
                 wrote.add(at)
-            elif at in wrote or at in self.static_written:
+            elif at in wrote or at in self._static_written:
                 return False
             else:
                 read.add(at)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,10 @@ class CopiedInput:
     @property
     def target(self) -> torch.Tensor:
         return flat(self.buffer) if self.is_flat else self.buffer
+
+
+# Makes buffers for a region's inputs: those that are copied in, and a buffer, or None, for each argument.
+MakeBuffers = Callable[[], tuple[Sequence[CopiedInput], list[Any]]]
 
 
 def static_buffer(pool: Pool, like: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,7 @@ class Lent:
 
     def __init__(self, tensors: Mapping[int, torch.Tensor], stop_lending: Callable[[], None]) -> None:
         self.is_owned = True
-        self._tensors, self._stop_lending = dict(tensors), WeakMethod(stop_lending)
+        self._tensors, self.stop_lending = dict(tensors), WeakMethod(stop_lending)
         self._by_storage = {storage_id(tensor): tensor for tensor in tensors.values()}
         self._owners = {storage: storage_use_count(storage) for storage in self._by_storage}
         self._each = [*self._by_storage.values()]
@@ -64,10 +64,6 @@ class Lent:
         """From here on the pool may use the memory again, and only replays lend it."""
         pool.disown(self._each)
         self.is_owned = False
-
-    def note_move(self) -> None:
-        if (stop_lending := self._stop_lending()) is not None:
-            stop_lending()
 
     def is_in_place(self) -> bool:
         """Whether no storage has got other memory, as ``resize_`` of a caller's tensor gives it."""

@@ -7,10 +7,12 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import repeat
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,15 +39,18 @@ from thunder_cg.runtime.changes import FEW, CallChange, Layouts, of_layouts
 from thunder_cg.runtime.compilation import Compilation
 from thunder_cg.runtime.guards import Guard
 from thunder_cg.runtime.pair import Pair
-from thunder_cg.runtime.program_inputs import ProgramInputs, WarmLayouts
+from thunder_cg.runtime.program_inputs import ProgramInputs
 from thunder_cg.runtime.recording import Recording, RegionGraph, TraceRecording
 from thunder_cg.runtime.region import RuntimeRegion, Stats
 from thunder_cg.runtime.selection import Selection
 from thunder_cg.runtime.tensors import Layout
-from thunder_cg.runtime.verifier import Verifier
+
+if TYPE_CHECKING:
+    from thunder_cg.verify import ReplayVerifier
 
 _logger = logging.getLogger(__name__)
 
+_MAX_LAYOUTS = 1024  # warmed up and remembered; past it, all are warmed up again
 _COMPARED = 32  # layouts, the newest ones, with which a new layout is compared
 _LASTING = 100  # calls after which a capture has paid for itself, so that a move does not count
 
@@ -70,7 +75,7 @@ class SharedState:
     warned: set[str] = field(default_factory=set)  # causes of eager calls and ops that the log has a warning about
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)
 class Counts:
     """What a program counts; by default, that it was never called."""
 
@@ -78,16 +83,13 @@ class Counts:
     eager_calls: int = 0
     warm_ups: int = 0
     warm_up_seconds: float = 0.0
-    fast_path_calls: int = 0
-    remark: str | None = None
+    fast_path_calls: int = 0  # that went around Thunder's dispatch
+    remark: str | None = None  # what the user should know besides
     fallbacks: Counter[str] = field(default_factory=Counter)
-    regions: Sequence[Stats] = ()
+    stats: Sequence[Stats] = ()  # of the regions
 
 
-_COUNTED = ("calls", "eager_calls", "warm_ups", "warm_up_seconds", "fast_path_calls", "remark")
-
-
-class Program:
+class Program(Counts):
     """What the transform made of one trace: its plan, its regions, and how its calls begin and end.
 
     Args:
@@ -102,10 +104,11 @@ class Program:
         regions: Sequence[RuntimeRegion],
         forward: Program | None,
         shared: SharedState,
-        verifier: Verifier,
+        verifier: ReplayVerifier,
         compilation: Compilation,
         same_options: SameOptions | None = None,
     ) -> None:
+        super().__init__(stats=[region.stats for region in regions])
         self.kind, self.ops, self.plan, self.aliasing = trace.kind, trace.ops, trace.plan, trace.aliasing
         self.regions, self._saved = list(regions), trace.saved
         self.options, self.backend, self._warned = shared.options, shared.backend, shared.warned
@@ -113,29 +116,22 @@ class Program:
         self.verifier, self.compilation, self.same_options = verifier, compilation, same_options
         self._changes_in_a_row = self._replays_before = 0  # changes since the last replay, and replays at the last one
         self.label = f"{compilation.name}, {trace.kind}"
-        self.calls = self.eager_calls = self.warm_ups = 0
-        self.warm_up_seconds = 0.0
-        self.fast_path_calls = 0  # calls that went around Thunder's dispatch
         self.no_fast_path: str | None = None  # why none can
         self.routes: Routes = ()  # of a backward
-        self.remark: str | None = None  # what the user should know besides
-        self.fallbacks: Counter[str] = Counter()
         self.fixes: dict[str, str] = {}  # what would change a reason of these, where known
         # After so many calls, the next replay is verified.
         self.verify_after = 0 if isinstance(self.options.verify, int) else sys.maxsize
         self._is_quarantined = False
         self._begins_calls = forward is None  # other programs continue the calls of their forward
         self.pair: Pair = Pair(self.label, self.options, shared.arenas) if forward is None else forward.pair
-        in_pool = (
-            {name for region in forward.regions for name in region.names_in_pool} if forward is not None else set()
-        )
+        in_pool = {name for each in (forward.regions if forward is not None else ()) for name in each.names_in_pool}
         self.inputs = ProgramInputs(self.ops, self.aliasing, self.regions, in_pool)
-        self._warm = WarmLayouts()
+        self._warm: dict[Any, bool] = {}  # keys that were warmed up, in order, and whether each was captured since
         self._eager_layout: Any = None  # of the first call, if that ran eagerly
         ios = [region.io for region in self.regions]
         before: MemoryEstimate | None = forward.memory if forward is not None else None
         self.memory: MemoryEstimate = MemoryEstimate.of(trace, ios, before)
-        is_limited, needed = self.options.memory_budget is not None, self.memory.arena
+        needed = self.memory.arena
         if forward is not None:
             gradients = 0  # that are copied out of a scratch arena only
             if self.pair.lends:
@@ -143,7 +139,7 @@ class Program:
                 gradients = parameter_gradients(forward.ops, self.ops)
             first = forward.memory.arena
             self.pair.call_memory = CallMemory(first, max(first, needed), self.memory.apart, gradients)
-        self.budget = ProgramBudget(shared.arenas, self.pair, self.regions, is_limited=is_limited, needed=needed)
+        self.budget = ProgramBudget(shared.arenas, self.pair, self.regions, needed)
         self._place_regions(in_pool)
         self.collectives = self._find_collectives()
         self._join_selection()
@@ -247,7 +243,7 @@ class Program:
         if not lacking:
             return False
         for region in lacking:
-            region.try_again()
+            region.failed_attempts, region.stays_eager = 0, False
         for recording in [*self.pair.recordings]:
             self.pair.discard(recording, "what other ranks did not capture may be captured now")
         return True
@@ -348,7 +344,7 @@ class Program:
         if recording.backwards and not recording.keeps_saved:  # what the forward saved may have been reused
             self.pair.backward_varies = True
             self.pair.drop(recording, "its backward gets gradients that are laid out in another way")
-            self._warm.add(self.inputs.key(inputs))
+            self._note_warm(self.inputs.key(inputs))
             self._count_moves(recording.backwards, inputs)
             reason = "the backward's inputs are not laid out as when it was captured, so both are captured anew"
             return call.run_eagerly(reason, strict=False)
@@ -434,18 +430,16 @@ class Program:
         """Why no call on this thread can replay a graph now."""
         return skip_reasons.skip_reason(self.backend, saves=bool(self._saved))
 
-    def fast_path_skip_reason(self) -> str | None:
-        """Why the next call on this thread must not take the fast path."""
-        if self.collectives is not None and self.collectives.meets():
-            return "ranks meet"
-        return "it is verified" if self.calls >= self.verify_after else self.skip_reason()
+    def may_take_fast_path(self) -> bool:
+        """Whether the next call on this thread may: it is not verified, and no ranks meet."""
+        meets = self.collectives is not None and self.collectives.meets()
+        return not (meets or self.calls >= self.verify_after or self.skip_reason() is not None)
 
     def may_replay_backward(self) -> bool:
         """Whether the backward under way may replay a graph: none is verified, and nothing keeps what is saved."""
-        if self.collectives is not None and self.collectives.meets():
-            return False
+        meets = self.collectives is not None and self.collectives.meets()
         verifies = self._is_quarantined or self.calls >= self.verify_after
-        return not (verifies or backward_keeps_graph() or skip_reasons.is_watched())
+        return not (meets or verifies or backward_keeps_graph() or skip_reasons.is_watched())
 
     @cached_property
     def is_one_region(self) -> bool:
@@ -499,7 +493,7 @@ class Program:
         """All regions have run."""
         if call.mode is Mode.WARMUP:
             self.warm_up_seconds += time.perf_counter() - call.began
-            self._warm.add(call.key)
+            self._note_warm(call.key)
             self.budget.keeps(call)
         elif call.mode is Mode.CAPTURE:
             self._keep_recording(call)
@@ -507,6 +501,11 @@ class Program:
         if replays and self.regions and all(region.is_deselected for region in self.regions):
             self.eager_calls += 1
             self.count_fallback(skip_reasons.DESELECTED, "")
+
+    def _note_warm(self, key: Any) -> None:
+        if len(self._warm) >= _MAX_LAYOUTS:
+            self._warm.clear()
+        self._warm.setdefault(key, False)
 
     def _keep_recording(self, call: Call) -> None:
         """Has later calls replay what the call recorded, if nothing failed and the memory budget has room for it."""
@@ -566,19 +565,17 @@ class Program:
         said = reason if not fix or reason.endswith(fix) else f"{reason}; {fix}"
         _logger.log(logging.WARNING if warns else logging.INFO, "%s, call %d: eager: %s", self.label, self.calls, said)
 
-    def stage(self, call: Call, doing: str, region: RuntimeRegion) -> Stage:
-        """Shows on a terminal which region of how many a call warms up or captures, and the memory."""
-        said = f"{doing} {self.label}: region {region.index + 1} of {len(self.regions)}"
-        if is_shown(call.began):
-            said += f", {self._pools_mebibytes():,.0f} MiB"
-        return Stage(lambda: said, call.began)
-
-    def log_progress(self, call: Call, done: str, region: RuntimeRegion) -> None:
-        """Says which region of how many a call has warmed up or captured, how long that took, and the memory."""
+    @contextmanager
+    def progress(self, call: Call, doing: str, done: str, region: RuntimeRegion) -> Iterator[None]:
+        """Shows on a terminal which region of how many a call warms up or captures, and the memory; logs its end."""
+        which = f"region {region.index + 1} of {len(self.regions)}"
+        held = f", {self._pools_mebibytes():,.0f} MiB" if is_shown(call.began) else ""
+        with Stage(lambda: f"{doing} {self.label}: {which}{held}", call.began):
+            yield
         if _logger.isEnabledFor(logging.INFO):
-            said = f"{done} region {region.index + 1} of {len(self.regions)}, {time.perf_counter() - call.began:.1f} s"
-            held = self._pools_mebibytes()
-            _logger.info("%s, call %d: %s so far, memory pools hold %.1f MiB", self.label, self.calls, said, held)
+            said = f"{done} {which}, {time.perf_counter() - call.began:.1f} s"
+            text = "%s, call %d: %s so far, memory pools hold %.1f MiB"
+            _logger.info(text, self.label, self.calls, said, self._pools_mebibytes())
 
     def _pools_mebibytes(self) -> float:
         return sum(each.nbytes() for each in self.pair.arenas()) / 2**20
@@ -600,18 +597,14 @@ class Program:
 
     def counts(self) -> Counts:
         """What has been counted so far."""
-        stats = [replace(region.stats) for region in self.regions]
-        values: dict[str, Any] = {name: getattr(self, name) for name in _COUNTED}
-        return Counts(fallbacks=self.fallbacks.copy(), regions=stats, **values)
+        return Counts(**{each.name: deepcopy(getattr(self, each.name)) for each in fields(Counts)})
 
     def set_counts(self, counts: Counts) -> None:
         """Counts on from there; what regions copy stays as it is."""
-        self.fallbacks = counts.fallbacks.copy()
-        for name in _COUNTED:
-            setattr(self, name, getattr(counts, name))
-        for region, stats in zip(self.regions, counts.regions or repeat(Stats())):
+        for mine, stats in zip(self.stats, counts.stats or repeat(Stats())):
             for name in ("captures", "replays", "eager_runs", "verified", "capture_seconds"):
-                setattr(region.stats, name, getattr(stats, name))
+                setattr(mine, name, getattr(stats, name))
+        vars(self).update({**vars(counts), "stats": self.stats})
 
     # What the report asks
 
@@ -640,7 +633,7 @@ class Program:
     @property
     def awaiting_capture(self) -> int:
         """How many layouts of inputs were warmed up, and are captured when they come again; 0 while no pool is free."""
-        return 0 if self.pair.is_out_of_arenas() else self._warm.awaiting_capture
+        return 0 if self.pair.is_out_of_arenas() else [*self._warm.values()].count(False)
 
 
 def program_of(versions: Iterable[Any]) -> Program | None:

@@ -18,7 +18,6 @@ from thunder_cg.runtime.region import RuntimeRegion
 from thunder_cg.runtime.skip_reasons import WRITTEN_LEAF
 from thunder_cg.runtime.tensors import Layout, is_leaf_with_grad, is_plain, layout
 
-_MAX_LAYOUTS = 1024  # warmed up and remembered; past it, all are warmed up again
 _MAX_MOVES = 3  # how often a parameter may move before it is copied like any other input
 _MAX_CAPTURES_FOR_MOVES = 6  # past it, a parameter is copied once it has moved: not all move in the same step
 
@@ -75,26 +74,12 @@ class ProgramInputs:
                 return f"{self._describe(name)} is a {tensor.layout} tensor without memory of its own"
         if self.written:
             static = {i for i, is_static in enumerate(self._static) if is_static}
-            if not OverlapGuard.of(tensors, static, self.written).admits(tensors):
+            if not OverlapGuard(tensors, static, self.written).admits(tensors):
                 names = ", ".join(self._describe(self.names[i]) for i in sorted(self.written)[:3])
                 return f"{names}, written in place, shares memory with another; pass separate tensors"
             if self.refuses_leaves and any(is_leaf_with_grad(tensors[i]) for i in self.written):
                 return WRITTEN_LEAF
         return None
-
-
-class WarmLayouts(dict[Any, bool]):
-    """The keys of `ProgramInputs` that were warmed up, in their order, and whether each was captured since."""
-
-    def add(self, key: Any) -> None:
-        if len(self) >= _MAX_LAYOUTS:
-            self.clear()
-        self.setdefault(key, False)
-
-    @property
-    def awaiting_capture(self) -> int:
-        """How many were warmed up, and are captured when they come again."""
-        return [*self.values()].count(False)
 
 
 class Moves:

@@ -10,7 +10,7 @@ import torch
 
 from thunder_cg.compat.torch import in_profile
 from thunder_cg.errors import ReplayRefused
-from thunder_cg.runtime.arena import Arena
+from thunder_cg.runtime.arena import Arena, RecordingUse
 from thunder_cg.runtime.backend import Graph
 from thunder_cg.runtime.failures import note_replay
 from thunder_cg.runtime.guards import Guard
@@ -35,12 +35,11 @@ class RegionGraph:
     fixed: list[Any]  # per result: the address that it stays at, or None
     guard: Guard | None  # for the arguments that did not exist when the call began
     guarded: tuple[int, ...]
-    scalars: slice  # of the arguments: those after the tensors, see Note [Kernel scalars]
+    scalars = slice(0, 0)  # of the arguments: those after the tensors, see Note [Kernel scalars]
     check: Any  # what a verifier has recorded of it, or None
-    lent: Lent | None  # results that callers get in the arena's memory
-
+    lent: Lent | None = None  # results that callers get in the arena's memory
     # Arguments whose version advances: not all that may be written are, and not all operators say so.
-    touched: frozenset[int]
+    touched: frozenset[int] = frozenset()
 
     def __init__(self, copied: Sequence[CopiedInput], written: Set[int], label: str, operators: str) -> None:
         self.label, self._operators = label, operators
@@ -48,9 +47,6 @@ class RegionGraph:
         back = [each for each in copied if each.arg in written]
         self._copied_back = tuple(each for each in back if is_whole(each.buffer))  # by the graph
         self._copied_after = tuple(each for each in back if not is_whole(each.buffer))  # by operators
-        self.touched = frozenset()
-        self.lent = None
-        self.scalars = slice(0, 0)
         self.targets = [each.target for each in copied]
         self.nbytes_in = sum(t.numel() * t.element_size() for t in self.targets)
         self.buffer_nbytes = sum(each.buffer.untyped_storage().nbytes() for each in copied)  # of the pool
@@ -145,24 +141,6 @@ class TraceRecording:
     scratch: Arena | None = None  # of a backward that does not allocate in the recording's arena
     key: Any = None  # the layout that it was captured for
     lent: list[Lent] = field(default_factory=list)  # what its replays lend
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class RecordingUse:
-    """How much a recording is used, and how much memory that takes: who is discarded for others depends on it."""
-
-    nbytes: int = 0  # of the arena, about: recordings of one arena share its memory
-    replays: int = 0
-    forgotten: float = 0  # of the replays: those that do not count any more
-
-    @property
-    def value(self) -> float:
-        """How much time it saves for its memory: replays per byte."""
-        return (self.replays - self.forgotten) / max(1, self.nbytes)
-
-    def age(self) -> None:
-        """Has its replays up to now count by half, so that what was used long ago does not stay for ever."""
-        self.forgotten += (self.replays - self.forgotten) / 2
 
 
 @dataclass(slots=True, eq=False)

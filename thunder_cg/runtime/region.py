@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,7 +30,9 @@ from thunder_cg.runtime.lent import Lent
 from thunder_cg.runtime.outputs import AliasedInput, Outputs
 from thunder_cg.runtime.recording import RegionGraph
 from thunder_cg.runtime.tensors import address_if_any, is_leaf_with_grad, is_plain, is_sparse, overlaps_itself
-from thunder_cg.runtime.verifier import Disagreement, deny_name
+
+if TYPE_CHECKING:
+    from thunder_cg.verify.verifier import Disagreement
 
 _MAX_ATTEMPTS = 3  # warm-ups and captures that may fail for a reason that can pass, such as too little memory
 _SAME_CALLS = 'make the same calls on all ranks, or capture all but the collectives with capture_collectives="never"'
@@ -145,13 +147,12 @@ class RuntimeRegion:
                     reason = f"{self.name}: what an eager operator made is not laid out as when it was captured"
                     call.run_eagerly(reason, strict=not call.program.pair.retire(call.recording))
         elif self.refuses_leaves and any(is_leaf_with_grad(args[i]) for i in self.written):
-            call.run_eagerly(
-                skip_reasons.WRITTEN_LEAF, strict=False
-            )  # which raises, where a detached leaf would be written
+            # Which raises, where a detached leaf would be written.
+            call.run_eagerly(skip_reasons.WRITTEN_LEAF, strict=False)
         elif call.mode is Mode.CAPTURE:
             if not self.stays_eager:
                 return self._capture(call, args)
-            self._refuse(call, self._before_capture, str(self.failure))
+            self._refuse(call, "before", str(self.failure))
             self._raise_if_strict(call)
         elif call.mode is Mode.WARMUP and not self.stays_eager:
             return self._warm_up(call, args)
@@ -189,10 +190,6 @@ class RuntimeRegion:
             raise CaptureError(f"{call.program.label}, {self.name}", self.disagreement.problem, self.disagreement.fix)
         if call.program.options.strict and not self.is_deselected:
             raise CaptureError(f"{call.program.label}, {self.name}", str(self.failure), self._strict_fix)
-
-    def try_again(self) -> None:
-        """Has later calls warm it up and capture it again."""
-        self.failed_attempts, self.stays_eager = 0, False
 
     def leave_eager(self, as_graph: float, eagerly: float, *, is_whole: bool) -> None:
         """Has later calls run the ops, because that takes less time.
@@ -241,10 +238,8 @@ class RuntimeRegion:
 
     def _warm_up(self, call: Call, args: Sequence[Any]) -> Sequence[Any]:
         try:
-            with call.program.stage(call, "warming up", self):
-                results = self._run_in_arena(call, args)
-            call.program.log_progress(call, "warmed up", self)
-            return results
+            with call.program.progress(call, "warming up", "warmed up", self):
+                return self._run_in_arena(call, args)
         except _NotRun as failed:
             self._fail(call, *failed.args)
         self._raise_if_strict(call)
@@ -370,18 +365,17 @@ class RuntimeRegion:
         assert recording is not None
         in_pool, before = self._in_pool(call, args), (self.failure, self.failed_attempts, self.stays_eager)
         try:
-            self._agree(call, self._before_capture)
-            began = time.perf_counter()
-            with call.program.stage(call, "capturing", self):
+            self._agree(call, "before")
+            with call.program.progress(call, "capturing", "captured", self):
+                began = time.perf_counter()
                 results = self._record(call, args)
-            self.stats.capture_seconds += time.perf_counter() - began
-            call.program.log_progress(call, "captured", self)
+                self.stats.capture_seconds += time.perf_counter() - began
             return results
         except _Executed as error:
             call.program.count_raised(is_counted=True)
             raise error.__cause__ from None  # type: ignore[misc]
         except Exception as error:
-            self._refuse(call, self._after_capture, self._fail(call, error))
+            self._refuse(call, "after", self._fail(call, error))
         self._raise_if_strict(call)
         recording.incomplete = True
         try:
@@ -401,23 +395,19 @@ class RuntimeRegion:
                 return self._run_in_arena(call, args)
         return self._run_eagerly(call, args)
 
-    @property
-    def _before_capture(self) -> str:
-        return f"before the capture of {self.index}"
+    def _agree(self, call: Call, when: str) -> None:
+        """Raises `RanksDiffer` unless all ranks of the groups that the region communicates in are at this stage.
 
-    @property
-    def _after_capture(self) -> str:
-        return f"after the capture of {self.index}"
-
-    def _agree(self, call: Call, stage: str) -> None:
-        """Raises `RanksDiffer` unless all ranks of the groups that the region communicates in are at this stage."""
+        Args:
+            when: "before" the region's capture, or "after" it.
+        """
         if self.communicates and call.round is not None:
-            call.round.ask(stage, described(self.ops, call.program.ops.values))
+            call.round.ask(f"{when} the capture of {self.index}", described(self.ops, call.program.ops.values))
 
-    def _refuse(self, call: Call, stage: str, problem: str) -> None:
+    def _refuse(self, call: Call, when: str, problem: str) -> None:
         """Tells the other ranks that this one has failed, if the region communicates."""
         if self.communicates and call.round is not None:
-            call.round.refuse(stage, problem, may_pass=not self.stays_eager)
+            call.round.refuse(f"{when} the capture of {self.index}", problem, may_pass=not self.stays_eager)
 
     def _fail(self, call: Call, error: Exception) -> str:
         """Keeps the reason, and whether to try again: what fails in an operator, or is refused, does so again.
@@ -435,7 +425,7 @@ class RuntimeRegion:
         self.stays_eager |= not may_pass or self.failed_attempts >= _MAX_ATTEMPTS
         left = f" (the next call tries again; {_MAX_ATTEMPTS - self.failed_attempts} of {_MAX_ATTEMPTS} tries left)"
         self.failure = text + ("" if self.stays_eager else left)
-        denied = f"[{deny_name(op)!r}]" if op is not None else "[...]"
+        denied = f"[{op.deny_name!r}]" if op is not None else "[...]"
         fix, self._strict_fix = f"deny={denied} leaves the operator eager and the rest captured", _DENY
         if isinstance(error, RanksDiffer):
             fix = self._strict_fix = _SAME_CALLS
@@ -480,7 +470,7 @@ class RuntimeRegion:
         if call.program.backend.runs_captures:
             graph.copy_in(tensors)
         produced = self._capture_graph(call, graph, tensors, buffers, in_pool)
-        self._agree(call, self._after_capture)
+        self._agree(call, "after")
         graph.guarded, graph.guard = self._late_guard(call, tensors, in_pool, static)
         graph.fixed = [pool.alias(p) if i in graph.outputs.fixed else None for i, p in enumerate(produced)]
         try:
@@ -529,7 +519,10 @@ class RuntimeRegion:
             return pool.owned(tensors) - saved if lends else set()
 
         def sources(results: Sequence[Any]) -> list[torch.Tensor]:
-            self._check_results(results)
+            for output, result in zip(self.io.outputs, results):
+                if is_sparse(result):
+                    problem = f"{self.describe(output.name)} has the layout {result.layout}, which no replay can fill"
+                    raise CaptureRefused(problem)
             produced.extend(results)
             graph.outputs = Outputs(produced, aliased, self._are_copied_out, self.device, pool.alias, may_lend)
             return graph.sources()
@@ -589,14 +582,8 @@ class RuntimeRegion:
                 raise CaptureRefused(f"{self.describe(name)} is on {arg.device}, and the graph on {self.device}")
             if i in self.written and i not in static and overlaps_itself(arg):
                 raise ValueError(f"{self.describe(name)} is written in place and overlaps itself")
-        if self.written and not OverlapGuard.of(args, set(static), self.written).admits(args):
+        if self.written and not OverlapGuard(args, static, self.written).admits(args):
             raise ValueError("an input that is written in place shares memory with another")
-
-    def _check_results(self, results: Sequence[Any]) -> None:
-        for output, result in zip(self.io.outputs, results):
-            if is_sparse(result):
-                problem = f"{self.describe(output.name)} has the layout {result.layout}, which no replay can fill"
-                raise CaptureRefused(problem)
 
 
 class _Executed(Exception):

@@ -23,9 +23,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from thunder_cg.runtime.backend import Backend
+from thunder_cg.runtime.backend import Backend, HostTimer
 from thunder_cg.runtime.call import Call, Mode
-from thunder_cg.runtime.timers import HostTimer
 
 if TYPE_CHECKING:
     from thunder_cg.runtime.region import RuntimeRegion

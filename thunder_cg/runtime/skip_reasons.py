@@ -38,17 +38,13 @@ FIXES = {
 HELD_ELSEWHERE = frozenset({IN_CAPTURE, IN_STEP, FORWARD_WAS_EAGER})
 
 
-class _OfThread(threading.local):
-    is_held_back = False
-
-
-_thread = _OfThread()
+_thread = threading.local()
 
 
 @contextmanager
 def held_back(yes: bool) -> Iterator[None]:
     """Inside, if ``yes``, calls on this thread capture nothing, because a step around them is to be captured."""
-    before, _thread.is_held_back = _thread.is_held_back, yes
+    before, _thread.is_held_back = is_held_back(), yes
     try:
         yield
     finally:
@@ -57,7 +53,7 @@ def held_back(yes: bool) -> Iterator[None]:
 
 def is_held_back() -> bool:
     """Whether `held_back` is in force."""
-    return _thread.is_held_back
+    return getattr(_thread, "is_held_back", False)
 
 
 def skip_reason(backend: Backend, *, saves: bool) -> str | None:

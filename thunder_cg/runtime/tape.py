@@ -22,10 +22,9 @@ import torch
 from thunder_cg.compat import distributed, operators, torch as compat
 from thunder_cg.compat.torch_compile import call_compiled_through
 from thunder_cg.errors import CaptureRefused, CudagraphError, ReplayRefused
-from thunder_cg.runtime.backend import CopiedOut, Function, Tensors, check_sentinels
+from thunder_cg.runtime.backend import CopiedOut, Function, HostTimer, Tensors, check_sentinels
 from thunder_cg.runtime.early_outputs import EarlyCopier
 from thunder_cg.runtime.tensors import address, copy_all
-from thunder_cg.runtime.timers import HostTimer
 
 _aten = torch.ops.aten
 
@@ -175,6 +174,7 @@ class _Tape(_Reuse):
         super().__init__(free)
         self._device = device
         self._own: set[int] = set()  # addresses of the storages that the recorded calls allocated
+        self._number: torch.Tensor | None = None  # that Python has just put into a tensor
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self.steps: list[_Step] = []
         self.is_in_call = False  # whether a recorded call runs now, which what it calls is a part of
@@ -269,13 +269,19 @@ class _Tape(_Reuse):
         packet = func.overloadpacket
         if packet in _MASKED:
             indices = args[1] if len(args) > 1 else kwargs["indices"]
-            bad = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
+            masks = [i for i in indices if i is not None and i.dtype in (torch.bool, torch.uint8)]
+            # ``x[mask] = 1.0`` with one mask and no other index is `masked_fill` with the number on a GPU.
+            is_fill = (
+                len(args) > 2 and args[2] is self._number and len(masks) == sum(i is not None for i in indices) == 1
+            )
+            bad = bool(masks) and not is_fill
         else:
             data = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.cudagraph_unsafe}
             bad = packet in _HOST_SYNC or not data.isdisjoint(func.tags)
             bad = bad and not (packet is _aten.histc and len(args) == 4 and args[2] != args[3])  # the range is given
             # ``x[0] = 1.0`` lifts the number, which is a fill on a GPU. A list of numbers is a copy from the host.
             bad = bad and not (packet is _aten.lift_fresh and (args[0].dim() == 0 or args[0].numel() == 0))
+            self._number = args[0] if packet is _aten.lift_fresh and not bad else None
         if bad:
             is_read = packet is _aten._local_scalar_dense
             what = "reading a tensor's value, as item() does, and bool() for a branch," if is_read else func

@@ -115,7 +115,7 @@ class Attributes:
         if name in _EVERYTHING:
             if caller is None or caller.f_code not in _FOR_ONE:
                 self._add_all(kind)
-        elif caller is not None and _only_adds(caller) and type(own(value, name)) in (*GROWING, int):
+        elif caller is not None and _only_adds(caller) and type(own_attributes(value).get(name)) in (*GROWING, int):
             self.grown[id(value), name] = value
         else:
             self._add(kind, name)

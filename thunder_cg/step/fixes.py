@@ -5,9 +5,10 @@ Each fix works if it is followed: tests/step/test_fixes.py follows them.
 
 from __future__ import annotations
 
+import dis
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from traceback import walk_tb
 from types import FrameType
@@ -46,6 +47,7 @@ _MASKING = os.path.join("transformers", "masking_utils.py")
 _MASKS = "Transformers chooses a mask by its values; pass attention_mask with 4 dimensions: batch, 1, queries, keys"
 _OUTSIDE = "the host reads a value there; make that call outside of the step"
 _IN_STEP = "do that outside of the step, or keep it in a tensor on the device that the step writes in place"
+_COUNTED = "a graph goes on counting what the step only adds to, as self.n += x.size(0), or, for a global, n += size"
 _IN_PLACE = "keep it in a tensor on the device, and write that in place"
 _ADDS = "return what it adds, and add that outside of the step"
 _BETWEEN = f"leave it as it is between steps, or {_IN_PLACE}"
@@ -57,8 +59,6 @@ _VALIDATION = "the distribution reads its arguments on the host; make it with va
 _BACKWARD = "the backward reads a value on the host; torch.autograd.set_detect_anomaly does, unless check_nan=False"
 _READ = "the host reads a value there; return the tensor, and read it outside of the step"
 _MASK = "the number of elements depends on values; take torch.where, or multiply by the mask"
-_ROWS = "PyTorch looks for what is on this rank there; take ColwiseParallel for an embedding, and no loss_parallel"
-_OF_ROWS = "_mask_tensor", "apply_mask"  # functions of DTensors
 _READ_OR_MASK = f"{_READ}; for a boolean index, take torch.where"
 _NUMBERS = "a tensor is made of Python's numbers there; make it before the step"
 _COPY = "a tensor is copied between host and device there; make it on the device before the step, or return it"
@@ -67,6 +67,7 @@ _HISTORY = (
 )
 _NORM = "it reads whether the norm is finite; pass error_if_nonfinite=False, and look at the norm outside of the step"
 _NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+_READERS = ("item", "tolist", "float")  # functions and methods that read what a tensor holds
 _MOST_OTHERS = 3  # that are named beside what a reason is about
 _READ_THEIR_RATE = ("Adadelta", "Muon", "RMSprop")  # on the host if it is a tensor, and nothing else
 # By what the message of an error has in small letters; the first one counts.
@@ -133,7 +134,7 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
     then, _, now = change.partition(" changed from ")[2].partition(" to ")
     if in_step and then != now and then.removesuffix(_REQUIRES_GRAD) == now.removesuffix(_REQUIRES_GRAD):
         return f"; {_SET_BACK}"
-    in_step_fix = _ADDS if change.startswith("len(") else _IN_STEP
+    in_step_fix = _ADDS if change.startswith("len(") else _IN_STEP + f"; {_COUNTED}" * f"{then}{now}".isdigit()
     return f"; {in_step_fix if in_step else _BETWEEN}"
 
 
@@ -173,7 +174,8 @@ def also_changed(
 
 
 def _root_of(label: str) -> str:
-    return re.split(r"[.\[ )]", subject(label), maxsplit=1)[0]
+    """A name, or an attribute of the step's own object, which has all that a trainer keeps."""
+    return re.sub(r"(?<!^self)[.\[ )].*", "", subject(label))
 
 
 def fix_of_moved(moved: str) -> str:
@@ -207,7 +209,10 @@ def where(error: BaseException) -> str:
     users = [i for i, (file, _) in enumerate(lines) if os.path.isfile(file) and not is_installed(file)]
     said = str(error).lower()
     fix = next((fix for sign, fix in _FIXES.items() if sign in said), None)
+    also = ""
     if users and fix in _OF_HOST:
+        if later := [*dict.fromkeys(_later_reads(frames[i] for i in users))]:
+            also = f"; so {'does' if len(later) == 1 else 'do'} {' and '.join(later)}, if it is of a tensor"
         fix = _fix_in_torch([frame for frame, _ in frames[users[-1] + 1 :]]) or fix
     others = [each for each in lines[users[-1] + 1 if users else 0 :] if is_of_package(each[0])]
     if users and others and fix in (_READ, _READ_OR_MASK):
@@ -222,7 +227,19 @@ def where(error: BaseException) -> str:
     if not users:
         return end
     package = f", in {line_with_code(*others[-1])}" if others else ""  # whose line would have to change
-    return f", at {line_with_code(*lines[users[-1]])}{package}{end}"
+    return f", at {line_with_code(*lines[users[-1]])}{package}{end}{also}"
+
+
+def _later_reads(frames: Iterable[tuple[FrameType, int]]) -> Iterator[str]:
+    """The lines of functions after those that run now that may read on the host as well."""
+    for frame, now in frames:
+        code = frame.f_code
+        starts, line = dict(dis.findlinestarts(code)), now
+        for each in dis.get_instructions(code):
+            line = starts.get(each.offset) or line
+            loads = each.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL") and each.argval in _READERS
+            if loads and line > now:
+                yield f"{os.path.basename(code.co_filename)}:{line}"
 
 
 def _fix_in_torch(frames: Sequence[FrameType]) -> str | None:
@@ -231,9 +248,6 @@ def _fix_in_torch(frames: Sequence[FrameType]) -> str | None:
         owner, optimizer = frame.f_locals.get("self"), frame.f_locals.get("optimizer")
         if isinstance(owner, Distribution) and frame.f_code.co_name in ("__init__", "_validate_sample"):
             return _VALIDATION
-        module = str(frame.f_globals.get("__name__"))
-        if module.startswith("torch.distributed.tensor") and frame.f_code.co_name in _OF_ROWS:
-            return _ROWS
         if frame.f_locals.get("error_if_nonfinite") is True:
             return _NORM
         if frame.f_code.co_name == "_engine_run_backward":

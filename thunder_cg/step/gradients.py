@@ -2,13 +2,27 @@
 
 Note [Gradients of a step]
     The gradients that a step leaves are memory of its graph, and each replay writes them again. If anybody still holds
-    one of them from an earlier step, the step runs in Python. So it does before another graph of the step is replayed,
-    which may use the same memory for something else. What a step finds in ``.grad`` may be of three kinds. If the step
-    drops a gradient before any kernel has read it, as ``zero_grad()`` does, any gradient may be there later, or none.
-    There has to be one if code that is not PyTorch's names ``grad``, since it may ask whether there is one. If the step
-    leaves it where it is, and no kernel uses it, as that of a generator while the discriminator is trained, any that is
-    laid out alike may be there. Otherwise the graph reads it or adds to it, so it has to be the same tensor. The memory
-    of a DTensor is that of its part on this rank, which somebody may hold without the DTensor.
+    one of them from an earlier step, the step runs in Python. So it does before another graph of the step is replayed
+    that was captured earlier, and may use the same memory for something else. If only the parameter has it, and the
+    other graph leaves it there, as in a step that trains two networks in turn, it gets other memory before. What a step
+    finds in ``.grad`` may be of three kinds. If the step drops a gradient before any kernel has read it, as
+    ``zero_grad()`` does, any gradient may be there later, or none. There has to be one if code that is not PyTorch's
+    names ``grad``, since it may ask whether there is one. If the step leaves it where it is, and no kernel uses it, as
+    that of a generator while the discriminator is trained, any that is laid out alike may be there. Otherwise the graph
+    reads it or adds to it, so it has to be the same tensor. The memory of a DTensor is that of its part on this rank,
+    which somebody may hold without the DTensor.
+
+Note [Gradients from outside]
+    What a graph reads is at one place. A gradient that the loop's own backward makes is at another one in each call. If
+    nobody else holds it, nor what was at the graph's place, a replay copies it there, as it does with the batch. One of
+    a graph stays where it is, so there is another graph for it. That one copies these, too, since two graphs that read
+    each other's gradients would be captured anew in turn.
+
+Note [Gradients that add up]
+    A loop that accumulates gradients has graphs for the micro-batch that makes them and for those that add to them. The
+    first ones were made in Python, and those of a graph are elsewhere. So a call that finds gradients of a call in
+    Python waits for the graph that makes them, unless they have outlasted an update of their parameters, as those do
+    that are set to zero.
 
 Note [Memory of the gradients before]
     Without graphs, a step that drops its gradients has their memory for its activations. A graph has it only if it is
@@ -24,7 +38,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import repeat
+from itertools import compress, repeat
 from operator import attrgetter, is_
 from typing import Any, ClassVar
 
@@ -40,9 +54,10 @@ from thunder_cg.compat.torch import (
     storage_use_count,
     tensor_guards,
     tensor_use_count,
+    version,
 )
 from thunder_cg.runtime.backend import Backend, Pool
-from thunder_cg.runtime.tensors import address_if_any, layout, span, view_of_storage
+from thunder_cg.runtime.tensors import address_if_any, copy_all, layout, span, view_of_storage
 from thunder_cg.step.calls import Calls
 from thunder_cg.step.other_memory import Addresses, can_move
 
@@ -62,6 +77,10 @@ class GradientsBefore:
     ) -> None:
         self._parameters, self._backend, self._calls = parameters, backend, calls
         self._on_host: dict[int, Tensor] = {}  # by position: those that have moved
+        self._are_alone = [*map(_is_alone, parameters)]
+        known = [GraphGradient.known(each.grad) for each in parameters]
+        are_free = (each is not None and not each.is_held() for each in known)
+        self.are_graphs = [is_free or alone for is_free, alone in zip(are_free, self._are_alone)]  # and nobody else's
         if pool is not None:
             self._move(pool, needs)
         self.memory = [None if (gradient := each.grad) is None else gradient.detach() for each in parameters]
@@ -75,9 +94,7 @@ class GradientsBefore:
     def _move(self, pool: Pool, needs: int) -> None:
         gradients: list[tuple[Tensor, Tensor]] = []  # and their copies on the host
         for i, parameter in enumerate(self._parameters):
-            if _may_move(parameter):
-                gradient = parameter.grad
-                assert gradient is not None
+            if (gradient := parameter.grad) is not None and self._are_alone[i]:
                 self._on_host[i] = torch.empty_like(gradient, device="cpu").copy_(gradient)
                 gradients.append((gradient, self._on_host[i]))
         for gradient, _ in gradients:
@@ -139,13 +156,13 @@ class GradientsBefore:
         self.memory, self._references, self._on_host = [], {}, {}
 
 
-def _may_move(parameter: Tensor) -> bool:
-    """Whether its gradient fills its memory, and nobody else holds the gradient or the memory."""
+def _is_alone(parameter: Tensor) -> bool:
+    """Whether its gradient fills its memory, and nobody else holds the gradient or the memory, nor a graph."""
+    if not _fills_memory(parameter.grad) or vars(parameter.grad):
+        return False
     other = torch.zeros(1, requires_grad=True)
     other.grad = torch.zeros(1)
-    return _fills_memory(parameter.grad) and all(
-        uses <= alone for uses, alone in zip(_uses_of_gradient(parameter), _uses_of_gradient(other))
-    )
+    return all(uses <= alone for uses, alone in zip(_uses_of_gradient(parameter), _uses_of_gradient(other)))
 
 
 def _fills_memory(gradient: Tensor | None) -> bool:
@@ -162,6 +179,7 @@ def _uses_of_gradient(parameter: Tensor) -> tuple[int, int, int]:
     return sys.getrefcount(gradient), tensor_use_count(gradient), storage_use_count(storage_id(gradient))
 
 
+_MAX_WAITS = 8  # of calls that accumulate, for the graph that makes the gradients
 ANY = object()  # what a step finds in ``.grad`` does not matter
 THERE = object()  # it matters that there is one
 LIKE = object()  # it matters that there is one, and how it is laid out
@@ -174,22 +192,36 @@ class ExpectedGradients:
 
     Args:
         expected: for each parameter None, `ANY`, `THERE`, `LIKE` or a gradient.
+        are_graphs: whether nobody but graphs held its gradient.
+        from_graphs: whether gradients of graphs are copied, too.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], expected: Sequence[Any]) -> None:
+    def __init__(
+        self, parameters: Sequence[Tensor], expected: Sequence[Any], are_graphs: Sequence[bool], from_graphs: bool
+    ) -> None:
+        self._from_graphs = from_graphs
         self._with = [parameter for parameter, each in zip(parameters, expected) if each is THERE]
         self._alike = [parameter for parameter, each in zip(parameters, expected) if each is LIKE]
         self._layouts = [layout(gradient) for each in self._alike if (gradient := each.grad) is not None]
         self._without = [parameter for parameter, each in zip(parameters, expected) if each is None]
         pairs = [(parameter, each) for parameter, each in zip(parameters, expected) if isinstance(each, Tensor)]
         self._parameters, self.tensors = [each for each, _ in pairs], [each for _, each in pairs]
+        may_copy = compress(are_graphs, (isinstance(each, Tensor) for each in expected))
+        found = zip(pairs, may_copy)
+        self.copied = [GraphGradient.known(g) or GraphGradient.of(g, p) if may else None for (p, g), may in found]
+        self._elsewhere: list[int] = []  # positions of those to copy: see Note [Gradients from outside]
         self._places = [*map(place_of, self.tensors)]
         self._addresses, self._indices = [each.data_ptr() for each in self.tensors], [*range(len(pairs))]
         is_each_once = len({*map(id, self.tensors)}) == len(pairs)
         are_plain = all(map(is_, self.tensors, map(local_tensor, self.tensors)))
         self._metadata = tensor_guards(self.tensors) if is_each_once and are_plain else None
 
+    def are_elsewhere(self) -> bool:
+        """Whether there are gradients where the graph reads some, and it cannot read these."""
+        return not self.are_there() and bool(self._elsewhere) and not any(p.grad is None for p in self._parameters)
+
     def are_there(self) -> bool:
+        self._elsewhere = []
         if not all(map(is_, map(_gradient_of, self._without), repeat(None))):
             return False
         if any(map(is_, map(_gradient_of, self._with), repeat(None))):
@@ -200,7 +232,49 @@ class ExpectedGradients:
         found = [*map(_gradient_of, self._parameters)]
         if self._metadata is not None and all(map(is_, found, self.tensors)) and self._metadata.check(*found):
             return addresses_equal(found, self._addresses, self._indices)
-        return all(place_of(each) == place for each, place in zip(found, self._places))
+        self._elsewhere = [i for i, each in enumerate(found) if place_of(each) != self._places[i]]
+        del found
+        return all(map(self._may_be_copied, self._elsewhere))
+
+    def _may_be_copied(self, i: int) -> bool:
+        home, parameter = self.copied[i], self._parameters[i]
+        if home is None or home.is_held() or home.is_moved():
+            return False
+        known = GraphGradient.known(parameter.grad) if self._from_graphs else None
+        is_free = _is_alone(parameter) if known is None else not known.is_held()
+        return is_free and layout(parameter.grad) == layout(home.tensor)
+
+    def copy(self) -> None:
+        """Copies gradients to where the graph reads them, after `are_there`."""
+        found = [self._parameters[i].grad for i in self._elsewhere]
+        copy_all([self.tensors[i] for i in self._elsewhere], [each for each in found if each is not None])
+
+    def close(self) -> None:
+        """Lets go of the gradients."""
+        self.tensors, self.copied = [], []
+
+
+class FirstGradients:
+    """Those that calls in Python have made where there were none: see Note [Gradients that add up]."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[Tensor, weakref.ref[Tensor], int]] = []  # parameters, with their versions
+        self._waited = 0
+
+    @contextmanager
+    def noted(self, parameters: Sequence[Tensor]) -> Iterator[None]:
+        """Around a call in Python."""
+        before = [(each, version(each)) for each in parameters if each.grad is None]
+        yield
+        made = [(each, weakref.ref(each.grad), then) for each, then in before if each.grad is not None]
+        self._made = made or self._made
+
+    def are_added_to(self) -> bool:
+        """Whether a call is to wait for a graph that makes them. It does so a few times."""
+        are_there = (p.grad is not None and p.grad is ref() and version(p) == then for p, ref, then in self._made)
+        is_first = bool(self._made) and all(are_there)
+        self._waited = self._waited + 1 if is_first else 0
+        return 0 < self._waited <= _MAX_WAITS
 
 
 _Owners = tuple[int, int, int]  # see `GraphGradient._count`
@@ -229,10 +303,9 @@ class GraphGradient:
         """References from Python, those from C++ without the parameter's, and tensors that have had this memory."""
         tensor, local = self.tensor, self.local
         uses = tensor_use_count(tensor)
-        is_parameters = self.parameter.grad is tensor
         has_left = storage_id(local) != self.storage
         # What holds it from C++, however often, counts as one more reference from Python.
-        counts = [sys.getrefcount(tensor) - (uses > 1), uses - is_parameters]
+        counts = [sys.getrefcount(tensor) - (uses > 1), uses - self.is_parameters()]
         if local is not tensor:
             uses = tensor_use_count(local)
             counts = [counts[0] + sys.getrefcount(local) - (uses > 1), counts[1] + uses]
@@ -241,10 +314,19 @@ class GraphGradient:
     @classmethod
     def of(cls, tensor: Tensor, parameter: Tensor) -> GraphGradient:
         """One for each tensor, whichever graphs use it, so that none of them holds the tensor itself."""
-        known = cls._known.get(storage_id(local_tensor(tensor)))
+        known = cls.known(tensor)
         if known is None or known.tensor is not tensor or known.parameter is not parameter or known.is_moved():
             return cls(tensor, parameter)
         return known
+
+    @classmethod
+    def known(cls, tensor: Tensor | None) -> GraphGradient | None:
+        """That of the same memory."""
+        return None if tensor is None else cls._known.get(storage_id(local_tensor(tensor)))
+
+    @classmethod
+    def all(cls) -> list[GraphGradient]:
+        return [*cls._known.values()]
 
     @classmethod
     def tensors(cls) -> list[Tensor]:
@@ -269,6 +351,9 @@ class GraphGradient:
         assert then is not None
         now = self._count()
         return now != then and (now[0] > then[0] or now[1] > then[1] or now[2] > then[2])
+
+    def is_parameters(self) -> bool:
+        return self.parameter.grad is self.tensor
 
     def is_moved(self) -> bool:
         """Whether somebody has given the tensor other memory, or another layout."""

@@ -24,7 +24,7 @@ from thunder_cg.progress import Stage
 from thunder_cg.runtime.agreement import Collectives, Round, StepCall, call_of_step, meets
 from thunder_cg.runtime.arena import Arena, Arenas
 from thunder_cg.runtime.backends import resolve
-from thunder_cg.runtime.changes import PAD_BATCH
+from thunder_cg.runtime.changes import for_shapes
 from thunder_cg.runtime.failures import note_replay
 from thunder_cg.runtime.skip_reasons import held_back, skip_reason
 from thunder_cg.step.attributes import Attributes
@@ -40,7 +40,7 @@ from thunder_cg.step.fixes import (
     of_first_step,
     where,
 )
-from thunder_cg.step.gradients import GraphGradient
+from thunder_cg.step.gradients import FirstGradients, GraphGradient
 from thunder_cg.step.memory import PythonCall, making_states_apart, nbytes
 from thunder_cg.step.outside import states_outside, thread_states
 from thunder_cg.step.places import Place
@@ -56,6 +56,12 @@ _BEFORE, _AFTER = "before the capture of the step", "after the capture of the st
 _SHAPE = "the shape of "
 _IN_USE = "graphs were replayed since the last call of this kind; raise max_recordings"
 _BETWEEN = ", between calls"
+_ADDS_TO_FIRST = "it adds to gradients that an earlier call has made in Python, and that a graph will make"
+_MAX_ELSEWHERE = 2  # graphs that were never replayed since gradients are elsewhere in each call
+_ELSEWHERE = (
+    "the gradients that it reads are in other memory in each call, and somebody holds that memory; make them in the "
+    "step, or hold none of them when it is called"
+)
 _FIRST = "the first call of its kind: what the step does is noted"
 
 
@@ -76,17 +82,6 @@ class _Refusal:
     facts: Facts
     attempts: int
     next_look: int  # the call that looks whether the state has changed: to look at each call would cost too much
-
-
-@dataclass(frozen=True, slots=True)
-class _Capture:
-    """A call that captures, as the memory budget sees it."""
-
-    memory: Arena
-    recording: None = None
-
-    def arenas(self) -> list[Arena]:
-        return [self.memory]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +129,13 @@ class GraphedStep:
         self._arenas.join(self)
         self.arena: Arena | None = None  # of all recordings; only calls of the step use it, one at a time
         self.recordings: list[StepRecording] = []  # newest first
-        self._left: list[GraphGradient] = []  # by replays, since nobody has held one at a replay
+        self._left: list[GraphGradient] = []  # by replays, those that are in use
+        self._last: StepRecording | None = None  # that was replayed
         self._ready: dict[Any, list[_Ready]] = {}  # by layout, the newest first
         self._communicates: dict[Any, StepCall] = {}  # by layout: the last call in Python; None: whatever its layout
         self._refused: dict[Any, _Refusal] = {}  # by layout
         self._warned: set[str] = set()
+        self._first_gradients = FirstGradients()
         self._unstable = 0  # calls in a row
         self._called: dict[Any, Called] = {}  # functions that no bytecode names
         self._attributes = Attributes()  # that were looked up
@@ -171,7 +168,7 @@ class GraphedStep:
                 recording = None
             if recording is None or carried is None:
                 return self._observe(call)
-            if (reason := recording.why_not(batch, carried, self._left)) is not None:
+            if (reason := recording.why_not(batch, carried, self._left_by_others(recording))) is not None:
                 return self._run(call, reason)
             try:
                 if recording.collectives is not None and recording.collectives.meets():
@@ -207,13 +204,21 @@ class GraphedStep:
 
     def _replay(self, recording: StepRecording, carried: Sequence[Tensor], call: _Call) -> Any:
         recording.arena.enter()
-        self._left = recording.left
+        recording.move_out(self._left_by_others(recording))
+        self._note_left(recording)
         result = self._launch(recording, carried, call)
         self.replays += 1
         recording.replays += 1
         recording.last_call = self.calls
         self._unstable = 0
         return result
+
+    def _left_by_others(self, recording: StepRecording) -> list[GraphGradient]:
+        return [] if recording is self._last else self._left
+
+    def _note_left(self, recording: StepRecording) -> None:
+        if recording is not self._last:
+            self._left, self._last = recording.in_use_after(self._left), recording
 
     def _observe(self, call: _Call) -> Any:
         """A call that no recording is for: captures it, if an earlier one did the same, else runs it in Python."""
@@ -236,6 +241,13 @@ class GraphedStep:
         if not self.captures_pay():
             said = f"it was captured {self.captures} times and replayed {self.replays} times"
             self._refuse(layout, state.facts, said)
+        elif (
+            sum(not each.replays and each.is_for_other_gradients(layout) for each in self.recordings) >= _MAX_ELSEWHERE
+        ):
+            self._refuse(layout, state.facts, _ELSEWHERE)
+            return self._run(call, _ELSEWHERE)
+        elif known is not None and self._first_gradients.are_added_to():
+            return self._run(call, _ADDS_TO_FIRST)
         elif known is not None and self._groups(layout) is not None:
             return self._try_capture(state, call, known)
         with held_back(not hopeless):
@@ -310,8 +322,7 @@ class GraphedStep:
     def _replay_first(self, recording: StepRecording, call: _Call, ready: _Ready, calls: Calls) -> Any:
         """The first replay of a recording: the capture has run nothing."""
         only_once = recording.only_once
-        if self.recordings:  # a later capture uses no memory that is in use now
-            self._left = [*self._left, *recording.left]
+        self._note_left(recording)
         is_refused = False
         try:
             result = self._launch(recording, recording.state.carried_tensors(), call)
@@ -322,6 +333,7 @@ class GraphedStep:
         finally:
             recording.end_capture(undo=is_refused)
             if only_once is not None:
+                self._last = None
                 recording.close()
         if is_refused:
             return self._run(call, reason)
@@ -369,7 +381,11 @@ class GraphedStep:
         seen = self._attributes.seen
         outside = states_outside(whole.device)
         python, places = PythonCall(whole, self._backend), state.places_of_tensors()
-        with making_states_apart(whole, self._backend), self._attributes.watched(whole.objects):
+        states_apart, gradients = (
+            making_states_apart(whole, self._backend),
+            self._first_gradients.noted(whole.parameters),
+        )
+        with states_apart, gradients, self._attributes.watched(whole.objects):
             result = self._run(call, reason)
         if is_new := self._attributes.seen != seen:
             state = whole
@@ -417,13 +433,14 @@ class GraphedStep:
             name, then, now = changed
             said = f"{name} changed from {then!r:.80} to {now!r:.80}"
             if name.startswith(_SHAPE):
-                return f"{said}; {PAD_BATCH}", ""
+                return f"{said}; {for_shapes((then, now))}", ""
             return said, f"; {fix_of_changed_argument(now)}"
         return _FIRST, ""
 
     def _capture(self, state: StepState, call: _Call, ready: _Ready, calls: Calls, votes: Round) -> StepRecording:
         """Captures the step, which runs nothing. `CaptureRefused` or `RanksDiffer` if that cannot be."""
         layout, groups = call.layout, self._groups(call.layout) or []
+        is_second = any(each.is_for_other_gradients(layout) for each in self.recordings)
         while len(self.recordings) >= self._max_recordings:
             self._discard(self._oldest())
         if self.arena is None:
@@ -446,7 +463,7 @@ class GraphedStep:
         try:
             self.arena.pool(state.device).enter()
             capture = StepCapture(
-                self._fn, call.batch, state, self._backend, arena, self.recordings, check, calls, ready.needs
+                self._fn, call.batch, state, self._backend, arena, self.recordings, check, calls, ready.needs, is_second
             )
             with (
                 Stage(lambda: f"capturing the step {self.name}"),
@@ -486,7 +503,7 @@ class GraphedStep:
     def _make_room(self, arena: Arena, device: torch.device, layout: Any, expected: int | None = None) -> None:
         """`NoRoom` if what a capture needs is past the budget: see Note [Memory budget] in runtime/arena.py."""
         kept = len(self.recordings)
-        if (problem := self._arenas.make_room(_Capture(arena), device, self.captures_pay, expected)) is not None:
+        if (problem := self._arenas.make_room([arena], device, self.captures_pay, expected)) is not None:
             may_pass = len(self.recordings) < kept
             if expected is None and not may_pass:
                 self._ready[layout] = [replace(each, needs=arena.nbytes()) for each in self._ready[layout]]
@@ -506,6 +523,7 @@ class GraphedStep:
 
     def _discard(self, recording: StepRecording) -> None:
         self.recordings.remove(recording)
+        self._last = None
         recording.close()
 
     def _refuse(self, layout: Any, facts: Facts, reason: str) -> None:
@@ -537,6 +555,7 @@ class GraphedStep:
         self.recordings = [recording for recording in self.recordings if recording.collectives is None]
         for recording in closed:
             recording.close(may_wait=may_wait)
+        self._last = None
         self._ready.clear()
         self._communicates.clear()
 
@@ -545,7 +564,7 @@ class GraphedStep:
         with self._lock:
             while self.recordings:
                 self.recordings.pop().close()
-            self.arena, self._left = None, []
+            self.arena, self._left, self._last = None, [], None
         self._backend.give_back()
 
     def budget(self) -> int | None:
@@ -622,7 +641,7 @@ def graphed_step(
             in Python, and :func:`thunder_cg.explain` has the reason with both values.
 
     Returns:
-        The step. Its results are new tensors without a history.
+        The step. Its results are new tensors without a history, in new lists and dictionaries.
 
     Raises:
         OptionError: a value that an option cannot have.

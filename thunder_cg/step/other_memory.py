@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from thunder_cg.compat.distributed import local_tensor
-from thunder_cg.compat.torch import inside_autocast, storage_id, storage_use_count, version
+from thunder_cg.compat.torch import storage_id, storage_use_count, version
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.backend import Pool
 from thunder_cg.runtime.tensors import address, address_if_any
@@ -103,12 +103,9 @@ def refuse_other_memory(
             used.append((tensor, user))
     if used:
         tensor, user = used[0]
-        origin = "it is not known where from; pass it as an argument, or let the step's function name it"
-        if inside_autocast() and tensor.dtype in (torch.bfloat16, torch.float16):
-            keeps = "an autocast around the step, also one with enabled=False, may keep it from an earlier call"
-            origin = f"{keeps}; enter autocast in the step alone"
-        reason = f"the step seems to use {_shown(tensor)} in {user}, and {origin}"
-        raise OtherMemoryUsed(reason, [tensor for tensor, _ in used])
+        problem = f"the step seems to use {_shown(tensor)} in {user}, and it is not known where from"
+        fix = "pass it as an argument, or let the step's function name it"
+        raise OtherMemoryUsed(f"{problem}; {fix}", [tensor for tensor, _ in used])
     for start in gone:
         nbytes, shown = before[start]
         if (user := addresses.user_of_memory(start, nbytes)) is not None:

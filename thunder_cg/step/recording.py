@@ -12,7 +12,9 @@ from __future__ import annotations
 import re
 import struct
 import sys
+import weakref
 from abc import get_cache_token
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -41,11 +43,10 @@ from thunder_cg.compat.torch import (
 )
 from thunder_cg.errors import CaptureLater, CaptureRefused, ReplayRefused
 from thunder_cg.runtime.agreement import Collectives
-from thunder_cg.runtime.arena import Arena
+from thunder_cg.runtime.arena import Arena, RecordingUse
 from thunder_cg.runtime.backend import Backend, Graph, Pool
 from thunder_cg.runtime.inputs import CopiedInput, place
 from thunder_cg.runtime.outputs import AliasedInput, Outputs
-from thunder_cg.runtime.recording import RecordingUse
 from thunder_cg.runtime.tensors import address_if_any, copy_all, is_plain, layout, same_tensors
 from thunder_cg.step.averages import known_to_be_positive
 from thunder_cg.step.calls import Calls, StepCollective
@@ -78,6 +79,10 @@ _nans: dict[Any, Any] = {}  # one for each type and bits, since no NaN is equal 
 _OTHERS = "something else than tensors without a history"
 _SHARES = "an argument shares memory with a tensor that the step reads from outside"
 _KEPT_SHARES = "a tensor that the step keeps shares memory with another one that it uses; have it keep a clone"
+_IN_TWO_PLACES = (
+    "the step keeps a {0} in two places, or one that was there before, and a replay would make two of it; "
+    "keep a copy, such as {0}(metrics)"
+)
 _IS_GRADIENT = "the step returns or keeps the memory of a gradient, which others may write; clone it"
 
 
@@ -126,10 +131,10 @@ class Batch:
         """What has to be equal for two batches to be laid out alike."""
         return tuple(map(layout, self.tensors)), self.constants, (self.structure, *self.same.items())
 
-    def call(self, fn: Callable[..., Any], tensors: Iterable[Tensor]) -> Any:
-        """Calls ``fn`` with other tensors in the places of the batch's; `CaptureRefused` if it changes one of them.
+    def call(self, fn: Callable[..., Any], tensors: Iterable[Tensor]) -> tuple[Any, Any]:
+        """Calls ``fn`` with other tensors in the places of the batch's; returns the result and the arguments.
 
-        A replay would change nothing of the arguments.
+        `CaptureRefused` if it changes an argument: a replay would change nothing of the arguments.
         """
         found = iter(tensors)
         leaves = [next(found) if constant is _TENSOR else constant[1] for constant in self.constants]
@@ -146,7 +151,7 @@ class Batch:
             if structure != self.structure or not all(map(is_, left, leaves)):
                 fix = "copy it first, as in batch = dict(batch)"
                 raise CaptureRefused(f"the step changes a dictionary or a list among its arguments; {fix}")
-        return result
+        return result, (args, kwargs)
 
 
 def _constant(value: Any) -> tuple[Any, ...]:
@@ -201,6 +206,8 @@ class StepRecording(RecordingUse):
     left: list[GraphGradient]  # gradients that the step leaves
     without_gradient: list[Tensor]  # parameters to which it leaves none
     overwritten: Overwritten
+    dropped: frozenset[int]  # parameters whose gradients it drops unread, by identity
+    apart: weakref.WeakSet[GraphGradient]  # whose memory it does not use for anything else
     touched: list[Tensor]  # of the state: tensors whose version each step advances
     memory: frozenset[int]  # where the state's tensors are, and gradients that the step reads or adds to
     gradient_nbytes: int  # of the pool: recordings may share gradients
@@ -243,6 +250,10 @@ class StepRecording(RecordingUse):
         is_for = all(get() == then for get, then in self.settings) and self.gradients_before.are_there()
         return carried if is_for else None
 
+    def is_for_other_gradients(self, layout: Any) -> bool:
+        """Whether it is for a call with this layout, but for the memory of gradients."""
+        return layout == self.layout and self.state.holds() and self.gradients_before.are_elsewhere()
+
     def is_void(self) -> bool:
         """Whether no replay will ever be right: the graph writes a gradient where it is no more."""
         return self.overwritten.are_moved()
@@ -252,24 +263,38 @@ class StepRecording(RecordingUse):
 
         Args:
             carried: what `carried_in` has returned.
-            left: gradients that earlier replays have left, of this recording or another one.
+            left: gradients that replays of other recordings have left.
         """
         if (problem := _shared(batch.tensors, carried, self.memory)) is not None:
             return problem
-        if self.overwritten.are_held() or (left is not self.left and self._may_reuse(left)):
+        if self.overwritten.are_held() or any(each.is_held() for each in left if each not in self.apart):
             return "a gradient of an earlier step is still held, and a replay would overwrite it; clone it"
         return None
 
-    def _may_reuse(self, left: Sequence[GraphGradient]) -> bool:
-        """Whether somebody uses one of these, and the graph may use its memory for something else."""
-        kept = {id(each) for each in self.gradients_before.tensors}
-        return any(id(each.tensor) not in kept and each.is_held() for each in left)
+    def move_out(self, left: Sequence[GraphGradient]) -> None:
+        """Gives those of these gradients other memory that parameters have, and that a replay may overwrite.
+
+        `ReplayRefused` if there is no memory.
+        """
+        for each in left:
+            if each not in self.apart and id(each.parameter) not in self.dropped and each.is_parameters():
+                try:
+                    each.parameter.grad = each.tensor.clone()
+                except torch.OutOfMemoryError as error:
+                    raise ReplayRefused(error) from error
+
+    def in_use_after(self, left: Sequence[GraphGradient]) -> list[GraphGradient]:
+        """The gradients that it leaves, and those of ``left``, gradients that others have left, that stay in use."""
+        stay = (each for each in left if id(each.parameter) not in self.dropped and each.is_parameters())
+        held = (each for each in left if each in self.apart and each.is_held())  # the others are not: see `why_not`
+        return [*dict.fromkeys([*self.left, *stay, *held])]
 
     def close(self, *, may_wait: bool = True) -> None:
         """Destroys the graph, after its work is done if that may be waited for."""
         with GraphGradient.recounted():
             self.graph.close(may_wait=may_wait)
             self.left = []
+            self.gradients_before.close()
             self.overwritten.gradients.clear()
 
     def end_capture(self, *, undo: bool) -> None:
@@ -294,6 +319,7 @@ class StepRecording(RecordingUse):
             targets = self.outputs.allocate(results)
         except torch.OutOfMemoryError as error:
             raise ReplayRefused(error) from error
+        self.gradients_before.copy()
         self.graph.replay([each.source(inputs) for each in self.sources], targets)
         if self.collectives is not None:
             self.collectives.count_replay()
@@ -327,6 +353,7 @@ class _Body:
         self._buffer_of = {id(alias): buffer for alias, buffer in zip(self._aliases, carried)}
         self.carried: list[tuple[Callable[[Any], object], Any, int]] = []  # what is carried out
         self.added: list[tuple[Read, int]] = []
+        self._found_or_left: list[Any] = []  # in places of what is carried, and in lists
         self.structure: Any = None
         self.addresses: Mapping[int, str] = {}
         self.outputs: Outputs | None = None
@@ -347,13 +374,13 @@ class _Body:
                 self._carry() as left,
                 watched,
             ):
-                result = self._batch.call(self._fn, self._buffers)
+                result, arguments = self._batch.call(self._fn, self._buffers)
+                leaves, structure = tree_flatten(result)  # a dictionary may be a place that gets its value back
         finally:
             self._calls.end()
         for each in self._calls.pending.values():  # on a GPU, its memory would be used again while it runs
             problem = f"a collective is not waited for in the step{each.line}"
             raise CaptureRefused(f"{problem}; call wait() of what it returns")
-        leaves, structure = tree_flatten(result)
         device = self._state.device
         for leaf in leaves:
             if isinstance(leaf, Tensor):
@@ -369,6 +396,7 @@ class _Body:
         self.addresses = {**self._captured_addresses(backend), **self._calls.communicated}
         left += self._take_appended(lists)
         self._take_added(numbers)
+        self._refuse_shared_containers(arguments)
         if _storages(left) & _storages(each.grad for each in self._state.parameters):
             raise CaptureRefused(_IS_GRADIENT)
         self.results = _storages(leaves)
@@ -404,6 +432,7 @@ class _Body:
         for (label, at, before, then, tensors), value in zip(found, given):
             now, is_given = Carried.of(left_there := at.get(), self._state.device.type), left_there is value
             at.put(before)
+            self._found_or_left += [value] if is_given else [value, left_there]
             if is_given and all(map(is_, tree_leaves(value), tensors)):
                 continue
             if is_given or now is None or not now.is_like(then):
@@ -421,6 +450,7 @@ class _Body:
             if (carried := Carried.of(appended, self._state.device.type)) is None:
                 fix = "detach them, or return them, and append them outside of the step"
                 raise CaptureRefused(f"the step appends {_OTHERS} to {read.label} ({read.line}); {fix}")
+            self._found_or_left += appended
             self.carried.append((partial(_extend, read.get), carried.structure, len(carried.tensors)))
             left += carried.tensors
         return left
@@ -433,6 +463,15 @@ class _Body:
             for at in place_of_read(read):
                 at.put(before)
             self.added.append((read, now - before))
+
+    def _refuse_shared_containers(self, arguments: Any) -> None:
+        """`CaptureRefused` for a list or a dictionary that is in two places: a replay makes one for each."""
+        seen: set[int] = set()
+        for each in _containers([arguments, *self._found_or_left]):
+            if id(each) in seen or self._state.has_holder(each):
+                raise CaptureRefused(_IN_TWO_PLACES.format(type(each).__name__))
+            seen.add(id(each))
+        self._found_or_left.clear()
 
     def copied_out(self, pool: Pool, results: Sequence[Any]) -> list[Tensor]:
         tensors = [*self._buffers, *self._state.memory]
@@ -478,6 +517,15 @@ class _Grown:
         return now[stays:]
 
 
+def _containers(value: Any) -> Iterator[Any]:
+    """The lists and dictionaries in the values of a tuple, a list or a dictionary, at any depth."""
+    for each in value.values() if isinstance(value, dict) else value:
+        if isinstance(each, (dict, list, deque)):
+            yield each
+        if isinstance(each, (dict, list, deque, tuple)):
+            yield from _containers(each)
+
+
 def _put_in(value: Any, items: Iterable[Any]) -> None:
     value.clear()
     value.extend(items)
@@ -496,6 +544,7 @@ class StepCapture:
         check: is called when the graph has its memory; raises `CaptureRefused` if that is too much, or `RanksDiffer`.
         calls: is told of the functions of the user's that run.
         needs: bytes of the pool, at least.
+        is_second: whether there is a recording for the call but for the memory of gradients.
     """
 
     fn: Callable[..., Any]
@@ -507,6 +556,7 @@ class StepCapture:
     check: Callable[[], None]
     calls: Calls
     needs: int
+    is_second: bool
 
     def run(self) -> StepRecording:
         """Records a call of ``fn``, which runs nothing.
@@ -559,8 +609,9 @@ class StepCapture:
                 self.calls.end()
         recording.before = snapshot, before
         state.release()
-        for gradient in recording.left:
+        for gradient in (*recording.left, *filter(None, recording.gradients_before.copied)):
             gradient.count()
+        recording.apart.update(GraphGradient.all())
         return recording
 
     def _record(self, before: GradientsBefore) -> StepRecording:
@@ -603,10 +654,12 @@ class StepCapture:
             outputs=outputs,
             structure=body.structure,
             sources=copied,
-            gradients_before=ExpectedGradients(state.parameters, expected),
+            gradients_before=ExpectedGradients(state.parameters, expected, before.are_graphs, self.is_second),
             left=left,
             without_gradient=[p for p, g in zip(state.parameters, tensors) if g is None],
             overwritten=Overwritten(each for each in left if id(each.tensor) not in kept),
+            dropped=frozenset(id(p) for p, each in zip(state.parameters, expected) if each is ANY or each is THERE),
+            apart=weakref.WeakSet(),
             touched=touched,
             memory=_storages([*state.memory, *expected]),
             gradient_nbytes=nbytes(g for g in tensors if g is not None and _is_in(g, pool)),

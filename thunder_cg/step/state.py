@@ -28,6 +28,7 @@ from thunder_cg.compat.torch import (
     global_hooks,
     has_storage,
     hooks_of,
+    inside_autocast,
     is_wrapper,
     names_of,
     registered_hooks,
@@ -37,7 +38,7 @@ from thunder_cg.compat.torch import (
 )
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.tensors import has_history, layout, same_tensors
-from thunder_cg.step.attributes import Attributes, Names, only_sets
+from thunder_cg.step.attributes import Attributes, Names, only_sets, own_attributes
 from thunder_cg.step.collector import CONTAINERS, Collector, is_simple
 from thunder_cg.step.facts import Content, Facts, Same, is_equal, subject
 from thunder_cg.step.gradients import place_of
@@ -306,11 +307,12 @@ class StepState:
         return min(names, key=len)
 
     def kept_by_autocast(self) -> str | None:
-        """The name of a weight that an autocast around the step casts, and keeps cast for later calls; None if none is.
+        """The name of a weight that an autocast around the step may keep cast for later calls; None if there is none.
 
-        What Thunder or Dynamo compiles casts weights by itself.
+        Also one with enabled=False, if the step enters another in it. No object of Python holds what it keeps, so that
+        nothing else shows that a graph reads it. What Thunder or Dynamo compiles casts weights by itself.
         """
-        if not (torch.is_autocast_enabled(self._device_type) and torch.is_autocast_cache_enabled()):
+        if not (inside_autocast() and torch.is_autocast_cache_enabled()):
             return None
         modules = [module for _, root in self._roots if isinstance(root, nn.Module) for module in root.modules()]
         compiled = {id(each) for module in modules if is_compiled(module) for each in module.parameters()}
@@ -364,12 +366,18 @@ class StepState:
     def snapshot(self) -> Snapshot:
         """All that the step may change of it."""
         owners = [value for read, value in self._simple if read.is_owner]
-        lists = [value for _, value in self.lists().values()]
+        passed_on = [each for value in self.objects for each in own_attributes(value).values()]
+        lists = [*passed_on, *(value for _, value in self.lists().values())]
+        lists = [each for each in lists if type(each) in GROWING]  # to which it may only append
         return Snapshot([*self._holders, *owners, *lists], self._paths, self.with_memory)
 
     def tensors_in_holders(self) -> list[Tensor]:
         """What is in containers and objects that the state had, though they may have been replaced since."""
         return tensors_in([each if isinstance(each, CONTAINERS) else names_of(each) for each in self._holders])
+
+    def has_holder(self, value: Any) -> bool:
+        """Whether a value is one of the containers and objects that hold the state."""
+        return any(each is value for each in self._holders)
 
     def release(self) -> None:
         """Nothing has to be restored any more."""

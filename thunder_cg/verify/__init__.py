@@ -1,8 +1,8 @@
 """Verification: a replay beside an eager run of the same region on the same inputs, compared bit for bit.
 
 What comes in: a region while it is recorded, and later its graph and the arguments of a call. What goes out: an
-`Outcome`. The recorded graph keeps the `Check`; a `Trial` lives for one comparison. The run time imports none of this:
-it knows the protocol :class:`thunder_cg.runtime.verifier.Verifier`. One comparison, step by step:
+`Outcome`. The recorded graph keeps the `Check`; a `Trial` lives for one comparison. The run time imports
+none of this. One comparison, step by step:
 
 1.  While the region is recorded, a second graph of the same ops is recorded, which returns hashes of the values of each
     op (:mod:`hashes`).

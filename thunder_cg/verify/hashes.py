@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from thunder_cg.runtime.backend import Backend, Graph, Pool, sentinels
-from thunder_cg.runtime.inputs import detached, with_buffers
+from thunder_cg.runtime.inputs import MakeBuffers, detached, with_buffers
 from thunder_cg.runtime.region import RuntimeRegion
 from thunder_cg.runtime.tensors import copy_all
-from thunder_cg.runtime.verifier import MakeBuffers
 from thunder_cg.verify.compare import bits, effective_layout
 
 NO_HASH = -(2**63)  # of a value that is not hashed

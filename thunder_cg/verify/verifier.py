@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence, Set
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,12 +13,44 @@ import torch
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.runtime.backend import Backend, Pool
+from thunder_cg.runtime.inputs import MakeBuffers
 from thunder_cg.runtime.recording import RegionGraph
 from thunder_cg.runtime.region import RuntimeRegion
-from thunder_cg.runtime.verifier import Disagreement, MakeBuffers, Outcome
 from thunder_cg.verify.compare import describe_difference, is_tolerable, same
 from thunder_cg.verify.hashes import HashGraph, hash_values, hashes_differ
 from thunder_cg.verify.trial import Check, Compared, Disturbed, Run, Trial
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """A graph that does not do what its ops do."""
+
+    op: Op | None  # the first one whose value differs, if it is known
+    difference: str
+    where: str = ""  # the op's line in the user's source
+
+    @property
+    def problem(self) -> str:
+        first = f"; the first value that differs is made by {self.op.name} {self.where}" if self.op else ""
+        return f"its graph disagrees with its ops: {self.difference}{first}"
+
+    @property
+    def fix(self) -> str:
+        """What keeps the rest of the region captured."""
+        if self.op is None:
+            return "find the operator to leave eager with deny=[...]"
+        return f"leave the operator eager with deny=[{self.op.deny_name!r}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The outcome of a replay that was to be compared."""
+
+    results: Sequence[Any] | None  # what the call gets; None: the region's ops have to run, and may raise
+    disagreement: Disagreement | None = None  # for which the region is quarantined
+    remark: str | None = None  # why a difference was tolerated, or why nothing could be compared
+    compared: bool = True
+
 
 Judgement = tuple[Disagreement | None, str | None]  # and why other differences are none
 
@@ -26,7 +59,7 @@ _locks: dict[torch.device, threading.RLock] = {}  # for trials that draw: see No
 
 
 class ReplayVerifier:
-    """See :class:`thunder_cg.runtime.verifier.Verifier`."""
+    """Compares replays with eager runs, for one program."""
 
     hash_values = staticmethod(hash_values)
 
@@ -36,13 +69,21 @@ class ReplayVerifier:
     def record(
         self, region: RuntimeRegion, pool: Pool, args: Sequence[Any], place: MakeBuffers, in_pool: Set[int]
     ) -> Check:
+        """While the region is recorded: what a comparison needs later, to be kept as the graph's ``check``.
+
+        Args:
+            in_pool: the positions of the arguments in the arena, which a replay may overwrite.
+        """
         try:
             return Check(in_pool, HashGraph.record(region, self._backend, pool, args, place))
         except Exception:  # the capture of the region will say why
             return Check(in_pool, None)
 
     def replay(self, region: RuntimeRegion, graph: RegionGraph, args: Sequence[Any]) -> Outcome:
-        """Replays ``graph`` for ``args`` and compares. See Note [What is compared]."""
+        """Replays ``graph`` for ``args`` and compares. See Note [What is compared].
+
+        Results, written inputs and generators are as one eager run leaves them.
+        """
         may_draw = any(op.index in self._aliasing.effects for op in region.ops)
         with _locks.setdefault(region.device, threading.RLock()) if may_draw else nullcontext():
             try:

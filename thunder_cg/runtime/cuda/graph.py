@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -173,7 +174,7 @@ class CudaGraph:
             draws = self._is_launched or generator.get_offset() != before
         self._is_launched = True
         if self._has_driver and not draws:
-            self._launcher = cuda.graph_launcher(cuda.executable_graph(self.torch_graph))
+            self._launcher = partial(cuda.driver.cuGraphLaunch, cuda.executable_graph(self.torch_graph))
             copies_are_nodes = (self._inputs is not None or not self._buffers) and not self._copied_after
             if copies_are_nodes and self._scalars is None:
                 set_sources = self._inputs.set_addresses if self._inputs is not None else None

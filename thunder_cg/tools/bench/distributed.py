@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ from thunder_cg.compat.torch_compile import (
 )
 from thunder_cg.compat.tracing import faster_tracing
 from thunder_cg.report.report import explain
-from thunder_cg.runtime.agreement import seconds_of_agreement
+from thunder_cg.runtime.agreement import Round, SameOptions
 from thunder_cg.step import GraphedStep
 from thunder_cg.tools.bench.accuracy import bits
 from thunder_cg.tools.bench.measure import FIRST_CALLS, ROUNDS, TURN_SECONDS, subject, why_never_replayed
@@ -92,6 +93,26 @@ class _Samples:
     bits: str = ""
 
 
+@contextmanager
+def _asking() -> Iterator[list[float]]:
+    """Yields the seconds of each time that `thunder_cg` asks other ranks inside."""
+    seconds: list[float] = []
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                seconds.append(time.perf_counter() - start)
+
+        return call
+
+    with patch.object(Round, "ask", timed(Round.ask)), patch.object(SameOptions, "check", timed(SameOptions.check)):
+        yield seconds
+
+
 class RankContender:
     """One variant on this rank, prepared and called until it reached its steady state."""
 
@@ -104,11 +125,11 @@ class RankContender:
         forget_dynamic_sizes()
         # Parts of a DDP module, which Dynamo compiles apart by default, do not go together with reduce-overhead.
         with memory_peaks(self._device) as memory, optimize_ddp(name != REDUCE_OVERHEAD), faster_tracing():
-            start, agreed = time.perf_counter(), seconds_of_agreement()
-            self.prepared = prepare(name, own)
-            times = [self._timed() for _ in range(FIRST_CALLS)]
-            self.samples.first_calls = time.perf_counter() - start
-            self.samples.agreement = seconds_of_agreement() - agreed
+            start = time.perf_counter()
+            with _asking() as asked:
+                self.prepared = prepare(name, own)
+                times = [self._timed() for _ in range(FIRST_CALLS)]
+            self.samples.first_calls, self.samples.agreement = time.perf_counter() - start, sum(asked)
         self.samples.reserved = memory.reserved
         self.seconds = min(times[3:])
 
