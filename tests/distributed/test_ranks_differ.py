@@ -62,6 +62,7 @@ def _train(compiled: Any, what: str) -> list[torch.Tensor]:
     for step in range(STEPS):
         optimizer.zero_grad(set_to_none=True)
         batch = 3 if what == "uneven batches" and is_other and step % LAST == LAST - 1 else 4
+        batch -= what == "other batches" and is_other
         if what == "evaluates" and is_other and step % 2:
             compiled.eval()
             with torch.no_grad():
@@ -176,6 +177,14 @@ def test_a_rank_that_cannot_capture(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("builder", ["ddp", pytest.param("fsdp zero2", marks=pytest.mark.nightly)])
+def test_other_batches(ranks: Ranks, builder: str) -> None:
+    """They make the same collectives, so the ranks capture together."""
+    for found in ranks.run(what_runs, builder, "other batches", {}):
+        assert not found["differing"] and not found["failures"], found
+        assert found["replays"] == 2 * (STEPS - 1)
+
+
+@pytest.mark.parametrize("builder", ["ddp", pytest.param("fsdp zero2", marks=pytest.mark.nightly)])
 def test_uneven_batches(ranks: Ranks, builder: str) -> None:
     """The small batch of rank 1 has functions of its own, and its captures wait in vain for rank 0, which replays."""
     first, second = ranks.run(what_runs, builder, "uneven batches", {})
@@ -255,14 +264,21 @@ def test_a_rank_that_raises_in_a_replay(ranks: Ranks) -> None:
 
 
 def strictly() -> str:
-    """What a call raises that would capture on one rank for another batch than on the other."""
+    """What a call raises that would capture a collective of another size on one rank than on the other."""
     import parallel
 
-    compiled = parallel.ddp(parallel.transform(strict=True))
-    tokens = parallel.tokens(0, batch=3 + parallel.RANK())
-    compiled(tokens).sum().backward()
+    sent, received = (([1, 3], [1, 2]), ([2, 4], [3, 4]))[parallel.RANK()]
+
+    def exchange(x):
+        found = x.new_empty((sum(received), 4))
+        torch.distributed.all_to_all_single(found, x * 2, received, sent)
+        return found + 1
+
+    compiled = thunder.jit(exchange, transforms=[parallel.transform(strict=True)])
+    x = torch.ones(sum(sent), 4, device=parallel.device())
+    compiled(x)
     with pytest.raises(CaptureError) as caught:
-        compiled(tokens).sum().backward()
+        compiled(x)
     return str(caught.value)
 
 

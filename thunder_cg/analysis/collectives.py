@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from hashlib import sha256
 from itertools import pairwise
 
 from thunder_cg.analysis.aliasing import Aliasing
@@ -355,6 +356,17 @@ def coalesced(ops: Sequence[Op], values: Mapping[str, Value]) -> list[list[int]]
             launches.append([position])
             last, total = kind, nbytes
     return launches
+
+
+def described(ops: Sequence[Op], values: Mapping[str, Value]) -> str:
+    """A hash of what ranks have to launch alike: the collectives, what they take, and which are together.
+
+    All else may differ, such as the size of a batch, and so may the size of what an exchange gives.
+    """
+    launches = [[ops[i] for i in launch if ops[i].communicates] for launch in coalesced(ops, values)]
+    taken = {name: (value.dtype, value.nbytes) for name, value in values.items() if value.kind == "tensor"}
+    said = [[(op.name, [*map(taken.get, op.inputs)]) for op in launch] for launch in launches if launch]
+    return sha256(repr(said).encode()).hexdigest()
 
 
 def of_parallelism(ops: Ops) -> list[Op]:

@@ -270,7 +270,7 @@ class Round:
                     problem = f"rank {rank} does not capture it: {vote.removeprefix(word)}"
                     raise RanksDiffer(problem, may_pass=word is not _NEVER)
             if vote.removesuffix(_HAS) != subject:
-                problem = f"rank {rank} captures something else: other ops, or inputs of another layout"
+                problem = f"rank {rank} captures something else: other collectives, or others together"
                 raise RanksDiffer(problem, may_pass=not self._has_agreed)
             all_could &= vote.endswith(_HAS)
         return all_could

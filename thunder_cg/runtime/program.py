@@ -18,6 +18,7 @@ import torch
 
 from thunder_cg.analysis.causes import root_causes
 from thunder_cg.analysis.classify import Pattern
+from thunder_cg.analysis.collectives import described
 from thunder_cg.analysis.memory import MemoryEstimate, parameter_gradients
 from thunder_cg.analysis.ops import process_groups
 from thunder_cg.analysis.partition import PlannedTrace, Region
@@ -40,7 +41,7 @@ from thunder_cg.runtime.guards import Guard
 from thunder_cg.runtime.pair import Pair
 from thunder_cg.runtime.program_inputs import ProgramInputs
 from thunder_cg.runtime.recording import Recording, RegionGraph, TraceRecording
-from thunder_cg.runtime.region import RuntimeRegion, Stats, subject_of
+from thunder_cg.runtime.region import RuntimeRegion, Stats
 from thunder_cg.runtime.selection import Selection
 from thunder_cg.runtime.tensors import Layout
 
@@ -187,7 +188,7 @@ class Program(Counts):
         self.check_options()
         inputs = list(tensors)
         needs_others = self._tries_again()
-        return self._agree(self._begin(inputs), inputs, needs_others)
+        return self._agree(self._begin(inputs), needs_others)
 
     def check_options(self) -> None:
         """To be called before it communicates: see Note [Same options] in agreement.py. `OptionsDiffer` if ranks do."""
@@ -206,7 +207,7 @@ class Program(Counts):
             fix = "compile more of the program together" if first.reason == Reason.TOO_SMALL.value else first.fix
             raise CaptureError(f"{self.label}, call {self.calls}", problem, fix)
 
-    def _agree(self, call: Call, inputs: Sequence[torch.Tensor], needs_others: bool = False) -> Call:
+    def _agree(self, call: Call, needs_others: bool = False) -> Call:
         """Has the other ranks know of a call that communicates. See Note [Agreement of ranks].
 
         Args:
@@ -219,13 +220,13 @@ class Program(Counts):
         if call.mode in (Mode.WARMUP, Mode.EAGER):
             call.round.decline("it warms up" if call.mode is Mode.WARMUP else "it runs eagerly")
         elif meets:
-            self._meet(call, call.round, inputs, could_replay=call.mode is Mode.REPLAY and not needs_others)
+            self._meet(call, call.round, could_replay=call.mode is Mode.REPLAY and not needs_others)
         return call
 
-    def _meet(self, call: Call, votes: Round, inputs: Sequence[torch.Tensor], *, could_replay: bool) -> None:
+    def _meet(self, call: Call, votes: Round, *, could_replay: bool) -> None:
         """Gives a recording up after this call if another rank needs a capture. See Note [Meetings]."""
         try:
-            all_replay = votes.ask(_IN_MEETING, subject_of(self.ops.ops, inputs), could_replay=could_replay)
+            all_replay = votes.ask(_IN_MEETING, described(self.ops.ops, self.ops.values), could_replay=could_replay)
         except RanksDiffer:
             all_replay = True
         if could_replay and not all_replay:
@@ -299,10 +300,10 @@ class Program(Counts):
         call = SavedState.call_in(saved)
         if call is None:
             self.calls += 1
-            return self._agree(Call(self).run_eagerly(skip_reasons.NO_FORWARD), [])
+            return self._agree(Call(self).run_eagerly(skip_reasons.NO_FORWARD))
         inputs = list(tensors)
         needs_others = self._tries_again()
-        return self._agree(self._begin_backward(call, inputs), inputs, needs_others)
+        return self._agree(self._begin_backward(call, inputs), needs_others)
 
     def _begin_backward(self, call: Call, inputs: list[torch.Tensor]) -> Call:
         self.calls += 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 import warnings
 from collections.abc import Callable, Sequence, Set
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from thunder_cg.analysis.collectives import described
 from thunder_cg.analysis.ops import Op
 from thunder_cg.analysis.partition import Region
 from thunder_cg.analysis.region_io import RegionIO
@@ -365,7 +365,7 @@ class RuntimeRegion:
         assert recording is not None
         in_pool, before = self._in_pool(call, args), (self.failure, self.failed_attempts, self.stays_eager)
         try:
-            self._agree(call, "before", args)
+            self._agree(call, "before")
             with call.program.progress(call, "capturing", "captured", self):
                 began = time.perf_counter()
                 results = self._record(call, args)
@@ -395,14 +395,14 @@ class RuntimeRegion:
                 return self._run_in_arena(call, args)
         return self._run_eagerly(call, args)
 
-    def _agree(self, call: Call, when: str, args: Sequence[Any]) -> None:
+    def _agree(self, call: Call, when: str) -> None:
         """Raises `RanksDiffer` unless all ranks of the groups that the region communicates in are at this stage.
 
         Args:
             when: "before" the region's capture, or "after" it.
         """
         if self.communicates and call.round is not None:
-            call.round.ask(f"{when} the capture of {self.index}", subject_of(self.ops, args))
+            call.round.ask(f"{when} the capture of {self.index}", described(self.ops, call.program.ops.values))
 
     def _refuse(self, call: Call, when: str, problem: str) -> None:
         """Tells the other ranks that this one has failed, if the region communicates."""
@@ -470,7 +470,7 @@ class RuntimeRegion:
         if call.program.backend.runs_captures:
             graph.copy_in(tensors)
         produced = self._capture_graph(call, graph, tensors, buffers, in_pool)
-        self._agree(call, "after", args)
+        self._agree(call, "after")
         graph.guarded, graph.guard = self._late_guard(call, tensors, in_pool, static)
         graph.fixed = [pool.alias(p) if i in graph.outputs.fixed else None for i, p in enumerate(produced)]
         try:
@@ -584,12 +584,6 @@ class RuntimeRegion:
                 raise ValueError(f"{self.describe(name)} is written in place and overlaps itself")
         if self.written and not OverlapGuard(args, static, self.written).admits(args):
             raise ValueError("an input that is written in place shares memory with another")
-
-
-def subject_of(ops: Sequence[Op], args: Sequence[Any]) -> str:
-    """What ranks agree on: the names of the ops, and how tensors are laid out."""
-    layouts = [(arg.size(), arg.stride(), arg.dtype) if isinstance(arg, torch.Tensor) else None for arg in args]
-    return hashlib.sha256(repr(([op.name for op in ops], layouts)).encode()).hexdigest()
 
 
 class _Executed(Exception):
