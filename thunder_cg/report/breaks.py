@@ -118,7 +118,9 @@ def recompilations(backend: Any) -> Iterator[Recompilation]:
 
     alike: dict[Any, list[Any]] = {}
     for each in recompiled(backend):
-        alike.setdefault((each.function, each.line, re.split(r" [=!<>]=? |\. expected ", each.condition)[0]), []).append(each)
+        alike.setdefault(
+            (each.function, each.line, re.split(r" [=!<>]=? |\. expected ", each.condition)[0]), []
+        ).append(each)
     for (function, line, _), all_ in alike.items():
         condition = all_[0].condition
         yield Recompilation(function, condition, line, len(all_), condition.startswith(MODE))
