@@ -26,7 +26,7 @@ UNBIND, READ_AFTER = "Tensor.unbind in the place of tolist()", "return the 0-dim
         ("assert x.item() > 0", CHOOSE),
         ("x = [a for a in xs if a.item()]", CHOOSE),
         ("flag = x.item() > 0\n    if flag: x = y", CHOOSE),
-        ("x = x[: n.item()]", SLICE),
+        ("x = x[: n.item()]", "mask the rest, before layers that mix positions, too"),
         ("n: int = int(n.item())\n    x = x * 2\n    x = x[n : n + 2]", SLICE),
         ("x = x / max(x.norm().item(), 1e-6)", "torch.clamp(value, min=...) in the place of max()"),
         ("x = x * x.sum().item() + 1", TENSOR),

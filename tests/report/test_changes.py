@@ -57,7 +57,7 @@ def only_change(jitted: Any) -> ChangeReport:
     report = explain(jitted)
     (found,) = report.changes
     text, page = " ".join(str(report).split()), report._repr_html_()
-    said = [f"{found.function}: {found.problem}; {found.cost}; {fix}" for fix in (found.fix, "as above")]
+    said = [f"{found.function}: {found.problem}; {found.cost}; {fix}" for fix in (found.fix, "as above, ")]
     assert found.fix in text and any(line in text or line in page for line in said)
     assert "nothing to change" not in str(report)
     return found

@@ -350,8 +350,14 @@ def test_shapes_and_what_follows_from_them_are_said_once() -> None:
     for size in (4, 5, 6, 7):
         whole(torch.ones(size))
     text = opening.opening(explain(whole))
-    assert "To have fewer: pad to a few sizes" in text and text.count("pad to a few sizes") == 1, text
-    assert text.splitlines()[-1].endswith("; as above")
+    assert "To have fewer: pad to a few sizes" in text and text.count("and mask the padding in the loss") == 1, text
+    assert text.splitlines()[-1].endswith("; as above, pad to a few sizes")
+    torch._dynamo.reset()
+    static = thunderfx(lambda x: x.sin() * 2 + 1, backend="tape", dynamic=False)
+    for size in (4, 5, 6):
+        static(torch.ones(size))
+    text = opening.opening(explain(static))
+    assert text.count("size mismatch") == 1 and " size mismatch at index 0. expected 4, actual 5` x2" in text, text
 
 
 def test_functions_without_a_backward_are_said_once(transform, device) -> None:

@@ -24,8 +24,8 @@ _SPLIT = (
     "no graph splits by sizes that tensors hold"
 )
 SLICE = (
-    "x[i + torch.arange(n)] is x[i : i + n] for a 0-dim tensor i and a fixed n; if the length changes, compute with "
-    "all elements, and mask the rest"
+    "x[i + torch.arange(n)] is x[i : i + n] for a 0-dim tensor i and fixed n; if the length changes, compute with "
+    "all elements, and mask the rest, before layers that mix positions, too"
 )
 _SIZED = "compute with the largest size, and mask the rest"
 _CHOSEN = "call each of them, and choose with torch.where"

@@ -329,6 +329,7 @@ def changes(parts: Sequence[ChangeReport], above: str = "") -> Iterator[str]:
     """
     said: set[str] = set()
     for part in parts:
-        fix = "as above" if part.fix in said or part.fix in above else part.fix
+        begins = re.split("[,;]", part.fix)[0]
+        fix = f"as above, {begins}" if part.fix in said or part.fix in above else part.fix
         yield f"{part.function}: {part.problem}; {part.cost}; {fix}"
         said.add(part.fix)

@@ -71,9 +71,7 @@ class StepReport(OfFunction):
             yield "All calls after the first ones replay: there is nothing to change."
         if self.in_python:
             yield "In Python, with the graphs of the compiled modules in it:"
-            for reason, number in self.in_python.items():
-                what, *fixes = reason.split("; ")
-                yield from (f"  {number:,} x {what}", *(f"      {fix}" for fix in fixes))
+            yield from (f"  {number:,} x {reason}" for reason, number in self.in_python.items())
         for number, kinds in enumerate(self.nodes):
             has = [", ".join(count(times, kind) for kind, times in kinds.items())] if kinds else []
             if has := [*has, *(self.collectives[number] if self.collectives else ())]:

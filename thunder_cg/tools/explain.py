@@ -97,7 +97,7 @@ def _parser(of_script: bool = True) -> Parser:
     parser.add_argument("file", metavar="FILE[:NAME]", help="a script, or a function that makes a model")
     if of_script:
         words = parser.add_argument(
-            "arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="arguments of the script"
+            "arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="arguments of the script: all that follows FILE"
         )
         words.required = False
     return parser
