@@ -275,6 +275,38 @@ def test_gradients_that_are_made_outside_of_the_step(step_twins, held):
         assert step.captures == 2 and "somebody holds that memory; make them in the step" in why(step), why(step)
 
 
+def test_gradients_that_somebody_held_before_the_capture(step_twins):
+    """A graph adds to them where they are. If the parameter gets others, they are not where the graph reads these."""
+
+    def run(graphed):
+        model = step_twins.model()
+
+        def accumulate(x, y):
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        step = step_twins.graphed(accumulate) if graphed else accumulate
+        torch.manual_seed(1)
+        found, held = [], []
+        for i in range(24):
+            if i % 2 == 0:
+                model[0].zero_grad()
+            if i % 8 == 7:  # a backward elsewhere has made others
+                for parameter in model.parameters():
+                    parameter.grad = torch.full_like(parameter, 0.5)
+            found.append(step(*step_twins.batch()))
+            if i == 1:
+                held = [parameter.grad for parameter in model[3].parameters()]
+            found += [each.clone() for each in (*held, *(parameter.grad for parameter in model.parameters()))]
+        return found, step
+
+    expected, _ = run(False)
+    found, step = run(True)
+    same(found, expected)
+    assert step.replays, why(step)
+
+
 def test_gradients_of_another_step(step_twins):
     """A GAN with a step for each network: one leaves the gradients of the other alone, which come and go."""
 

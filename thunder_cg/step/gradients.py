@@ -79,7 +79,7 @@ class GradientsBefore:
         self._on_host: dict[int, Tensor] = {}  # by position: those that have moved
         self._are_alone = [*map(_is_alone, parameters)]
         known = [GraphGradient.known(each.grad) for each in parameters]
-        are_free = (each is not None and not each.is_held() for each in known)
+        are_free = (each is not None and each.is_graphs() for each in known)
         self.are_graphs = [is_free or alone for is_free, alone in zip(are_free, self._are_alone)]  # and nobody else's
         if pool is not None:
             self._move(pool, needs)
@@ -241,7 +241,7 @@ class ExpectedGradients:
         if home is None or home.is_held() or home.is_moved():
             return False
         known = GraphGradient.known(parameter.grad) if self._from_graphs else None
-        is_free = _is_alone(parameter) if known is None else not known.is_held()
+        is_free = _is_alone(parameter) if known is None else known.is_graphs()
         return is_free and layout(parameter.grad) == layout(home.tensor)
 
     def copy(self) -> None:
@@ -281,13 +281,17 @@ _Owners = tuple[int, int, int]  # see `GraphGradient._count`
 
 
 class GraphGradient:
-    """A gradient in the memory of graphs, and how many hold it if nobody else does."""
+    """A gradient that graphs write, and how many hold it if nobody comes to hold it besides.
+
+    Args:
+        is_shared: whether somebody has held it before a graph wrote it.
+    """
 
     changes: ClassVar[int] = 0  # how often `owners` of one has changed
     _known: ClassVar[weakref.WeakValueDictionary[int, GraphGradient]] = weakref.WeakValueDictionary()  # by storage
 
-    def __init__(self, tensor: Tensor, parameter: Tensor) -> None:
-        self.tensor, self.local, self.parameter = tensor, local_tensor(tensor), parameter
+    def __init__(self, tensor: Tensor, parameter: Tensor, *, is_shared: bool = False) -> None:
+        self.tensor, self.local, self.parameter, self.is_shared = tensor, local_tensor(tensor), parameter, is_shared
         self.storage, self._place = storage_id(self.local), place_of(tensor)
         self._memory = self.local.detach()  # keeps the storage if the tensor gets another one
         self.owners: _Owners | None = None
@@ -312,11 +316,11 @@ class GraphGradient:
         return counts[0], counts[1], storage_use_count(self.storage) + has_left
 
     @classmethod
-    def of(cls, tensor: Tensor, parameter: Tensor) -> GraphGradient:
+    def of(cls, tensor: Tensor, parameter: Tensor, *, is_shared: bool = False) -> GraphGradient:
         """One for each tensor, whichever graphs use it, so that none of them holds the tensor itself."""
         known = cls.known(tensor)
         if known is None or known.tensor is not tensor or known.parameter is not parameter or known.is_moved():
-            return cls(tensor, parameter)
+            return cls(tensor, parameter, is_shared=is_shared)
         return known
 
     @classmethod
@@ -351,6 +355,10 @@ class GraphGradient:
         assert then is not None
         now = self._count()
         return now != then and (now[0] > then[0] or now[1] > then[1] or now[2] > then[2])
+
+    def is_graphs(self) -> bool:
+        """Whether only graphs and the parameter hold it, so that the parameter may get another one."""
+        return not (self.is_shared or self.is_held())
 
     def is_parameters(self) -> bool:
         return self.parameter.grad is self.tensor

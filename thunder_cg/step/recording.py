@@ -277,7 +277,8 @@ class StepRecording(RecordingUse):
         `ReplayRefused` if there is no memory.
         """
         for each in left:
-            if each not in self.apart and id(each.parameter) not in self.dropped and each.is_parameters():
+            may_move = not each.is_shared and id(each.parameter) not in self.dropped
+            if each not in self.apart and may_move and each.is_parameters():
                 try:
                     each.parameter.grad = each.tensor.clone()
                 except torch.OutOfMemoryError as error:
@@ -643,8 +644,12 @@ class StepCapture:
         kernels = kernel_settings(Settings.ALL)
         tensors, expected = [parameter.grad for parameter in state.parameters], before.expected(addresses)
         _refuse_results(body.results, tensors, expected)
-        found = zip(tensors, state.parameters, expected)
-        left = [GraphGradient.of(g, p) for g, p, before in found if g is not None and before is not LIKE]
+        found = zip(tensors, state.parameters, expected, before.are_graphs)
+        left = [
+            GraphGradient.of(g, p, is_shared=isinstance(each, Tensor) and not are_graphs)
+            for g, p, each, are_graphs in found
+            if g is not None and each is not LIKE
+        ]
         kept = {id(each) for each in expected if isinstance(each, Tensor)}
         return StepRecording(
             layout=batch.layout,
