@@ -8,7 +8,7 @@ import gc
 import re
 import sys
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 import pytest
 import thunder
@@ -18,6 +18,7 @@ from thunder.core import interpreter, symbol
 from thunder.dynamo import thunderfx
 from torch import nn
 
+import thunder_cg
 from thunder_cg.compat import tracing
 
 
@@ -189,6 +190,40 @@ def test_faster_tracing_changes_no_trace(transform, device, monkeypatch):
         tracing._patch()
     assert slow == fast and "check_literal_like" in fast
     assert few < many / 2
+
+
+def test_faster_passes_change_no_fusion(device, monkeypatch):
+    """How often Thunder compares symbols and gathers tags grows with the square of what is fused."""
+    counted = Counter()
+
+    def count(of, name):
+        original = getattr(of, name)
+        monkeypatch.setattr(of, name, lambda *args: counted.update([name]) or original(*args))
+
+    monkeypatch.setattr(torch, "compile", lambda fn, **_: fn)
+    count(symbol.BoundSymbol, "__eq__")
+    count(symbol, "gather_tags")
+
+    def repeated(x):
+        for _ in range(30):
+            x = torch.tanh(x)
+        return x
+
+    def traces() -> tuple[str, Counter[str]]:
+        counted.clear()
+        jitted = thunder.jit(repeated, executors=thunder_cg.executors())
+        jitted(torch.ones(8, device=device))
+        made = map(str, thunder.last_traces(jitted))
+        return re.sub(r"took \d+ milliseconds|0x[0-9a-f]+", "", "\n".join(made)), Counter(counted)
+
+    fast, few = traces()
+    tracing._patches.close()
+    try:
+        slow, many = traces()
+    finally:
+        tracing._patch()
+    assert slow == fast and "Inductor0" in fast
+    assert all(few[name] < many[name] / 2 for name in many)
 
 
 @pytest.mark.skipif(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, wraps
+from itertools import count
 from operator import attrgetter
 from typing import Any
 
@@ -56,6 +57,7 @@ from thunder.executors.passes import _transform_for_operator_executor_execution,
 from thunder.executors.torch_autograd import connect_to_autograd
 from thunder.executors.torch_compile import TorchCompileExecutor
 from thunder.executors.torchex import ex as _torch_executor, no_autocast
+from thunder.executors.utils import Region
 from thunder.extend import (
     FusionExecutor,
     ImplInfo,
@@ -202,21 +204,50 @@ def is_exact(narrow: Any, wide: Any) -> bool:
     return many.eps <= few.eps and many.max >= few.max and many.tiny <= few.tiny
 
 
-def in_torch(symbols: Sequence[BoundSymbol], inputs: Sequence[Proxy], outputs: Sequence[Proxy]) -> Callable[..., Any]:
-    """A function that runs these symbols with PyTorch's operators, one after the other."""
+def in_torch(
+    symbols: Sequence[BoundSymbol],
+    inputs: Sequence[Proxy],
+    outputs: Sequence[Proxy],
+    known: dict[Hashable, Callable[..., Any]],
+) -> Callable[..., Any]:
+    """A function that runs these symbols with PyTorch's operators, one after the other.
+
+    Args:
+        known: such functions. One of them is returned if it differs in the names of values alone, as of equal layers.
+    """
     trace = TraceCtx()
-    trace.args = tuple(inputs)
-    trace._siginfo = SigInfo("run")
-    trace._siginfo.args = [(proxy.name, None) for proxy in inputs]
-    inside = [each for symbol in symbols for each in (symbol, *symbol.subsymbols)]
-    trace.names = {proxy.name for proxy in (*inputs, *(p for each in inside for p in each.flat_proxy_outs))}
+    made = [proxy for symbol in symbols for proxy in proxies_made(symbol)]
+    taken = {proxy.name for proxy in (*inputs, *made)}
+    free = (name for number in count() if (name := f"v{number}") not in taken)
     with tracectx(trace):
-        for proxy in inputs:
+        names: dict[Any, Proxy] = {}
+        for each in (*inputs, *made):
+            if (variable := variableify(each)) not in names:
+                names[variable] = each.replace_name(next(free))
+        args, results = ([names[variableify(each)] for each in proxies] for proxies in (inputs, outputs))
+        trace.args, trace._siginfo = tuple(args), SigInfo("run")
+        trace._siginfo.args = [(proxy.name, None) for proxy in args]
+        for proxy in args:
             prims.unpack_trivial(proxy, name=proxy.name)
-    trace.bound_symbols += [*symbols, prims.python_return.bind(tuple(outputs), output=None)]
+    renamed = [symbol.from_bsym_swap_proxies(names) for symbol in symbols]
+    trace.bound_symbols += [*renamed, prims.python_return.bind(tuple(results), output=None)]
     # Thunder's whole pass would look for gradients of data parallelism to put into buckets.
-    claimed = _transform_for_operator_executor_execution(trace, [_torch_executor])
-    return del_last_used(claimed).python_callable(include_decorators=False)
+    claimed = del_last_used(_transform_for_operator_executor_execution(trace, [_torch_executor]))
+    claimed._provenance = None  # says how long it took
+    for each in claimed.bound_symbols:
+        each.source_filename = None  # equal layers are at other lines of Dynamo's graph
+    source, context = claimed.python(include_decorators=False), claimed.python_ctx()
+    key = source, *((name, id(value)) for name, value in context.items())  # the function keeps the values
+    if key not in known:
+        known[key] = build_callable("run", source, "thunder.run", {**context, "thunder": thunder})
+    return known[key]
+
+
+def proxies_made(symbol: BoundSymbol) -> Iterator[Proxy]:
+    """The results of a symbol and of all that it is made of."""
+    yield from symbol.flat_proxy_outs
+    for inner in symbol.subsymbols:
+        yield from proxies_made(inner)
 
 
 def outside_of_autograd(function: Callable[..., Any]) -> Callable[..., Any]:

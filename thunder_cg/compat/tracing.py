@@ -6,7 +6,9 @@ is one method of a builtin type, such as to look up ``len``, or to ask eight tim
 dict of hooks is empty. All find the same every time, and no guard comes of any. With ``sharp_edges="warn"``, fewer
 warnings come: none about values of Python that is no longer interpreted. For each exception, such as the one at the end
 of a loop, it waits busily for a thread of its own, which keeps that thread from running. Its passes over traces look
-for dataclasses in the arguments of each operator, and inspect the signatures of its operators anew for each call.
+for dataclasses in the arguments of each operator, and inspect the signatures of its operators anew for each call. What
+they do for a fusion grows with the square of its length: they gather its tags anew for each operator in it, and search
+it for each value.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 import optree
-from thunder.core import interpreter, pytree, symbol
+from thunder.core import interpreter, prims, pytree, symbol, transform_common
+from thunder.executors import utils
 
 _THUNDERS = interpreter._default_opcode_handler_map
 _wrap_arguments = interpreter.wrap_args_from_list
@@ -76,6 +79,8 @@ def _patch() -> None:
         interpreter.ProvenanceRecord: {"__post_init__": _join_flags},
         symbol.Symbol: {"normalize": _normalize},
         symbol: {"tree_flatten_with_dataclass": _flatten},
+        transform_common: {"_remove_noop_subsymbols": _drop_empty},
+        utils.Region: {"__init__": _make_region},
     }
     for of, names in changed.items():
         _patches.enter_context(patch.multiple(of, **names))
@@ -234,3 +239,33 @@ def _flatten(tree: Any) -> Any:
         return leaves, spec
     _no_dataclasses.update(each for each in map(type, leaves) if not dataclasses.is_dataclass(each))
     return pytree.tree_flatten_with_dataclass(tree)
+
+
+def _drop_empty(of: Any) -> None:
+    """Drops what a symbol has inside that does nothing. Thunder gathers the tags of the whole for each of them."""
+    kept = []
+    for inner in of.subsymbols:
+        if not inner.subsymbols and not inner.sym.is_prim:
+            continue
+        if inner.flat_proxy_outs or symbol.has_tags(of, {prims.OpTags.DONT_DCE}):
+            _drop_empty(inner)
+            kept.append(inner)
+    of.subsymbols = kept
+
+
+class _Symbols(list[Any]):
+    """Finds a symbol by what it is. Thunder compares it with one after the other."""
+
+    def __init__(self, symbols: Any) -> None:
+        super().__init__(symbols)
+        self._ids = {*map(id, self)}
+
+    def __contains__(self, each: object) -> bool:
+        return id(each) in self._ids
+
+
+_init_region = utils.Region.__init__
+
+
+def _make_region(self: Any, producers: Any, consumers: Any, bound_symbols: Any) -> None:
+    _init_region(self, producers, consumers, _Symbols(bound_symbols))

@@ -65,12 +65,12 @@ def read_sizes_first(graph: Graph) -> None:
     Dynamo passes a number of the user's as a tensor: ``x.new_zeros(n)`` takes it as it is, and ``x[:n]`` reads it.
     """
     placeholders = graph.find_nodes(op="placeholder")
-    read: dict[Any, Node] = {}
+    given, read = symbols_of_sizes(*placeholders), dict[Any, Node]()
     for node in [*graph.nodes]:
         if numpy_name(node) == "numpy.item" and isinstance(example(node), torch.SymInt) and node.args:
             read[node.args[0]] = node
             _after(node.args[0], placeholders).append(node)
-        elif not symbols_of_sizes(node) <= symbols_of_sizes(*placeholders):
+        elif not symbols_of_sizes(node) <= given:
             for number in filter(is_number_of_numpys, node.all_input_nodes):
                 if number not in read:
                     with graph.inserting_after(_after(number, placeholders)):

@@ -14,6 +14,19 @@ from thunder_cg.compat.torch_compile import CompileError, TooManyLayouts, free_l
 from thunder_cg.runtime.tensors import span
 
 
+class Kernels:
+    """What Inductor makes of a function of PyTorch's operators, at its first call.
+
+    Attributes:
+        in_torch: the function itself, as Thunder calls its traces.
+        compiled: the same function, compiled.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.in_torch = compat.outside_of_autograd(function)
+        self.compiled = compat.outside_of_autograd(torch.compile(function, fullgraph=True, dynamic=False))
+
+
 class Fusion:
     """A stretch of a trace, compiled by Inductor at its first call.
 
@@ -25,7 +38,7 @@ class Fusion:
         layouts where the caller gets a tensor and a view of it.
 
     Args:
-        in_torch: the stretch with PyTorch's operators.
+        kernels: of the stretch, and of those that are equal.
         returned: of a stretch whose layouts Inductor may choose, the positions of the results that the caller gets.
         written: the positions of the arguments whose memory it writes.
         refuses_leaves: whether PyTorch refuses that where autograd accumulates a gradient for one of them.
@@ -35,18 +48,12 @@ class Fusion:
     """
 
     def __init__(
-        self,
-        name: str,
-        in_torch: Callable[..., Any],
-        returned: Sequence[int] | None,
-        written: Sequence[int],
-        refuses_leaves: bool,
+        self, name: str, kernels: Kernels, returned: Sequence[int] | None, written: Sequence[int], refuses_leaves: bool
     ) -> None:
         self._written, self._refuses_leaves = frozenset(written), refuses_leaves
         self.__name__ = name
-        self._in_torch, self._returned = compat.outside_of_autograd(in_torch), returned
+        self._in_torch, self._run, self._returned = kernels.in_torch, kernels.compiled, returned
         self._strides: dict[Any, Sequence[Any]] = {}  # of the results that the caller gets, by layouts of the arguments
-        self._run = compat.outside_of_autograd(torch.compile(in_torch, fullgraph=True, dynamic=False))
         self.failure: str | None = None
 
     def __call__(self, *args: Any) -> Any:

@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from thunder_cg.analysis.aliasing import Aliasing
@@ -16,7 +17,7 @@ from thunder_cg.analysis.pieces import compute_in_pieces
 from thunder_cg.analysis.rules import VJP
 from thunder_cg.compat import thunder as compat
 from thunder_cg.kernels import activation, attention, derivatives, loss, normalization  # noqa: F401  (they register)
-from thunder_cg.kernels.fusion import Fusion
+from thunder_cg.kernels.fusion import Fusion, Kernels
 
 _EXPENSIVE = frozenset({"convolution", "cumsum", "sort", "topk"})  # operators of PyTorch's that Thunder has no tags for
 _ONCE = compat.OpTags.MATMUL_OP  # what has this tag, Thunder does not compute once more in the backward
@@ -72,26 +73,36 @@ class InductorExecutor(compat.TorchCompileExecutor):
         symbols = facts.completed(region.bound_symbols, inputs, outputs)
         for each in facts.computed_once(symbols):
             each.tags.add(_ONCE)
+        name = f"Inductor{fusion_counter}"
+        symbol = compat.Symbol(name, meta=lambda *args: outputs, is_fusion=True, executor=self)
+        if isinstance(region, compat.Region):  # Thunder has each fusion made anew after its rematerialization
+            return compat.BoundSymbol(symbol, inputs, {}, outputs, symbols)
         returned = facts.returned(outputs)
         has_free_layouts = any("conv" in inner.sym.name for inner in _walk(symbols)) and not facts.share_memory(
             symbols, inputs, [outputs[i] for i in returned]
         )
-        name = f"Inductor{fusion_counter}"
+        known = facts.functions[has_free_layouts]
         fusion = Fusion(
             name,
-            compat.in_torch(facts.without_round_trips(symbols), inputs, outputs),
+            facts.kernels(compat.in_torch(facts.without_round_trips(symbols), inputs, outputs, known)),
             returned if has_free_layouts else None,
             facts.written(inputs, symbols),
             any(inner.kwargs.get("grad_enabled") for inner in _walk(symbols)),
         )
-        symbol = compat.Symbol(name, meta=lambda *args: outputs, is_fusion=True, executor=self)
         return compat.BoundSymbol(symbol, inputs, {}, outputs, symbols, _call_ctx={name: fusion})
 
 
 class _TraceFacts:
-    """What a fusion pass knows of its trace."""
+    """What a fusion pass knows of its trace.
+
+    Attributes:
+        functions: of PyTorch's operators, for `in_torch`, by whether Inductor may choose layouts.
+        kernels: has Inductor compile one of them. Equal layers share it, and are compiled once.
+    """
 
     def __init__(self, trace: compat.TraceCtx) -> None:
+        self.functions: dict[bool, dict[Any, Any]] = {False: {}, True: {}}
+        self.kernels = cache(Kernels)
         self._trace, self._ops = trace, read(trace)
         ops, aliasing = self._ops, Aliasing.of(self._ops)
         self._aliasing, self._order = aliasing, compute_in_pieces(ops, aliasing)
