@@ -644,12 +644,8 @@ class StepCapture:
         addresses = Addresses(body.addresses)
         own = [*graph.tensors(), *outputs.sources(), *buffers, *targets, *(each.buffer for each in copied)]
         known = [*state.memory, *inputs, *(each if each is None else local_tensor(each) for each in before.memory)]
-        try:
+        with _first(missing):
             refuse_other_memory(addresses, known, [*own, *self._held_elsewhere()], state.device, pool, memory)
-        except OtherMemoryUsed:
-            if isinstance(missing, CallsMore):  # which may name what has the memory
-                raise missing from None
-            raise
         kernels = kernel_settings(Settings.ALL)
         tensors, expected = [parameter.grad for parameter in state.parameters], before.expected(addresses)
         _refuse_results(body.results, tensors, expected)
@@ -754,6 +750,17 @@ class StepCapture:
             held += [*other.graph.tensors(), *other.outputs.sources(), *other.buffers()]
             held += map(local_tensor, other.gradients_before.tensors)  # which a graph may have left that is gone
         return held
+
+
+@contextmanager
+def _first(missing: CaptureRefused | None) -> Iterator[None]:
+    """Raises `CallsMore` for other memory that is used inside: functions that nobody knew of may name what has it."""
+    try:
+        yield
+    except OtherMemoryUsed:
+        if isinstance(missing, CallsMore):
+            raise missing from None
+        raise
 
 
 def _extend(get: Callable[[], Any], items: list[Any]) -> None:
