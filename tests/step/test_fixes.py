@@ -724,7 +724,7 @@ def test_what_else_changes_is_named(run):
         def inner(loss):
             loss.backward()
             optimizer.step()
-            history["step"] += 1
+            history["step"] = 1 + history["step"]
             history["losses"].append(loss.item())
             schedule.step()
 

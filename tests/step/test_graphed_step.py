@@ -350,6 +350,38 @@ def test_gradients_of_another_step(step_twins):
     assert [step.replays for step in steps] >= [16, 8], [*map(why, steps)]
 
 
+def test_gradients_from_outside_that_a_function_of_a_dictionary_drops(step_twins):
+    """A capture that is given up, as nobody knew of the function, leaves the gradients where they were."""
+
+    def run(graphed):
+        model = step_twins.model()
+        optimizer = sgd(model.parameters())
+
+        def update():
+            norm = nn.utils.clip_grad_norm_([*model.parameters()], 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            return norm
+
+        functions = {"update": update}
+
+        def call(name):
+            return functions[name]()
+
+        step, found = step_twins.graphed(call) if graphed else call, []
+        torch.manual_seed(1)
+        for _ in range(10):
+            x, y = step_twins.batch()
+            cross_entropy(model(x), y).backward()
+            found.append(step("update"))
+        return [*found, *model.state_dict().values()], step
+
+    expected, _ = run(False)
+    found, step = run(True)
+    same(found, expected)
+    assert step.replays >= 4, why(step)
+
+
 @pytest.mark.parametrize("between", ["critic", "critic, score"])
 def test_one_step_for_two_networks_in_turn(step_twins, between):
     """Each graph leaves the gradients of the other network alone, also where it was captured before these were made."""
@@ -822,7 +854,7 @@ def test_python_that_changes_something_is_named(step_twins):
         trainer = Trainer()
 
         def count():
-            trainer.steps = trainer.steps + 1
+            trainer.steps = 1 + trainer.steps
 
         return usual_step(model, after=count)
 

@@ -1704,15 +1704,15 @@ def test_a_file_that_a_package_reads(load, tmp_path):
     assert calls.objection is not None and re.search(said, calls.objection)
 
 
-SCALE = ContextVar("SCALE", default=1.0)
+TIMES = ContextVar("TIMES", default=1.0)
 
 
 def test_a_context_variable_that_gets_new_numbers(step_twins):
     """A new number may have the identity of one that is gone."""
-    step = step_twins.graphed(lambda x: x * SCALE.get())
-    x, token = torch.ones(3, device=step_twins.device), SCALE.set(1.0)
+    step = step_twins.graphed(lambda x: x * TIMES.get())
+    x, token = torch.ones(3, device=step_twins.device), TIMES.set(1.0)
     for i in range(40):
-        SCALE.set(float(f"{1 + i // 5}"))
+        TIMES.set(float(f"{1 + i // 5}"))
         assert torch.equal(step(x), x * (1 + i // 5))
-    SCALE.reset(token)
+    TIMES.reset(token)
     assert step.replays >= 12, explain(step)

@@ -62,6 +62,7 @@ from thunder_cg.step.gradients import (
     Overwritten,
     place_of,
 )
+from thunder_cg.step.heap import known_tensors
 from thunder_cg.step.memory import nbytes
 from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, memory_of_tensors, moved, refuse_other_memory
 from thunder_cg.step.outside import states_outside
@@ -595,6 +596,7 @@ class StepCapture:
         with GraphGradient.recounted(), fork_rng([state.device], enabled=state.device.type != "cpu"):
             to = None if self.others else self.arena.pool(state.device)
             snapshot = state.snapshot()
+            of_others = _gradients_of_others(state)
             before = GradientsBefore(state.parameters, self.backend, self.calls, to, self.needs)
             try:
                 with torch.autograd.set_multithreading_enabled(False):  # each thread has a workspace of cuBLAS
@@ -605,6 +607,8 @@ class StepCapture:
                 snapshot.restore()
                 before.restore()
                 before.release()
+                for parameter, gradient in of_others:
+                    parameter.grad = gradient
                 raise
             finally:
                 self.calls.end()
@@ -640,7 +644,8 @@ class StepCapture:
         addresses = Addresses(body.addresses)
         own = [*graph.tensors(), *outputs.sources(), *buffers, *targets, *(each.buffer for each in copied)]
         known = [*state.memory, *inputs, *(each if each is None else local_tensor(each) for each in before.memory)]
-        refuse_other_memory(addresses, known, [*own, *self._held_elsewhere()], state.device, pool, memory)
+        with _first(missing):
+            refuse_other_memory(addresses, known, [*own, *self._held_elsewhere()], state.device, pool, memory)
         kernels = kernel_settings(Settings.ALL)
         tensors, expected = [parameter.grad for parameter in state.parameters], before.expected(addresses)
         _refuse_results(body.results, tensors, expected)
@@ -751,8 +756,26 @@ class StepCapture:
         return held
 
 
+@contextmanager
+def _first(missing: CaptureRefused | None) -> Iterator[None]:
+    """Raises `CallsMore` for other memory that is used inside: functions that nobody knew of may name what has it."""
+    try:
+        yield
+    except OtherMemoryUsed:
+        if isinstance(missing, CallsMore):
+            raise missing from None
+        raise
+
+
 def _extend(get: Callable[[], Any], items: list[Any]) -> None:
     get().extend(items)
+
+
+def _gradients_of_others(state: StepState) -> list[tuple[Tensor, Tensor | None]]:
+    """Those of parameters that the step is not known to use, and that a function may drop that nobody knows of."""
+    known = {*map(id, state.parameters)}
+    found = (each for each in known_tensors() if each.is_leaf and id(each) not in known)
+    return [(each, each.grad) for each in found if each.requires_grad or each.grad is not None]
 
 
 def _refuse_gradients(state: StepState) -> None:
