@@ -614,8 +614,8 @@ class StepCapture:
                 self.calls.end()
         recording.before = snapshot, before
         state.release()
-        for gradient in (*recording.left, *filter(None, recording.gradients_before.copied)):
-            gradient.count()
+        for known in (*recording.left, *filter(None, recording.gradients_before.copied)):
+            known.count()
         recording.apart.update(GraphGradient.all())
         return recording
 

@@ -128,9 +128,11 @@ class StepState:
 
     def _reads_of_objects(self) -> list[Read]:
         """Lists and numbers of objects that the step passes on, to which functions only append or add."""
-        found = []
-        objects = {*map(id, self.objects)}
-        for value, name in () if self.attributes is None else self.attributes.grows.values():
+        found: list[Read] = []
+        objects, attributes = {*map(id, self.objects)}, self.attributes
+        if attributes is None:
+            return found
+        for value, name in attributes.grows.values():
             if id(value) not in objects or name in self._names.get(type(value), (name,)):
                 continue
             label, get = f"{type(value).__name__}.{name}", partial(own, value, name)
@@ -138,7 +140,7 @@ class StepState:
             if _grows(read, get()):
                 found.append(read)
             else:
-                self.attributes.add(type(value), name)
+                attributes.add(type(value), name)
         return found
 
     def _is_carried(self, read: Read, value: Any, collector: Collector) -> bool:
