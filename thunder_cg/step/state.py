@@ -136,7 +136,7 @@ class StepState:
             read = Read(label, get, path=(value, (name,)), only_grows=True)
             if _grows(read, get()):
                 found.append(read)
-            else:
+            elif self.attributes is not None:
                 self.attributes.add(type(value), name)
         return found
 
