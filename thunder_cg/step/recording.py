@@ -607,11 +607,11 @@ class StepCapture:
                 snapshot.restore()
                 before.restore()
                 before.release()
-                for parameter, gradient in of_others:
-                    parameter.grad = gradient
+                _put_back(of_others)
                 raise
             finally:
                 self.calls.end()
+                of_others.clear()  # before the gradients are counted
         recording.before = snapshot, before
         state.release()
         for known in (*recording.left, *filter(None, recording.gradients_before.copied)):
@@ -776,6 +776,11 @@ def _gradients_of_others(state: StepState) -> list[tuple[Tensor, Tensor | None]]
     known = {*map(id, state.parameters)}
     found = (each for each in known_tensors() if each.is_leaf and id(each) not in known)
     return [(each, each.grad) for each in found if each.requires_grad or each.grad is not None]
+
+
+def _put_back(gradients: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+    for parameter, gradient in gradients:
+        parameter.grad = gradient
 
 
 def _refuse_gradients(state: StepState) -> None:
