@@ -649,12 +649,7 @@ class StepCapture:
         kernels = kernel_settings(Settings.ALL)
         tensors, expected = [parameter.grad for parameter in state.parameters], before.expected(addresses)
         _refuse_results(body.results, tensors, expected)
-        found = zip(tensors, state.parameters, expected, before.are_graphs)
-        left = [
-            GraphGradient.of(g, p, is_shared=isinstance(each, Tensor) and not are_graphs)
-            for g, p, each, are_graphs in found
-            if g is not None and each is not LIKE
-        ]
+        left = self._left(expected, before.are_graphs)
         kept = {id(each) for each in expected if isinstance(each, Tensor)}
         return StepRecording(
             layout=batch.layout,
@@ -682,6 +677,15 @@ class StepCapture:
                 *settings_in(self.calls.of_torch, self.calls.getters),
             ],
         )
+
+    def _left(self, expected: Sequence[Any], are_graphs: Sequence[bool]) -> list[GraphGradient]:
+        """The gradients that the step leaves, but those that it has not looked at."""
+        found = zip(self.state.parameters, expected, are_graphs)
+        return [
+            GraphGradient.of(p.grad, p, is_shared=isinstance(before, Tensor) and not is_graphs)
+            for p, before, is_graphs in found
+            if p.grad is not None and before is not LIKE
+        ]
 
     def _inputs(self, before: GradientsBefore) -> list[Tensor]:
         """The tensors of the batch and those that are carried; `CaptureLater` if they share memory with others."""
