@@ -778,8 +778,15 @@ def _extend(get: Callable[[], Any], items: list[Any]) -> None:
 def _gradients_of_others(state: StepState) -> list[tuple[Tensor, Tensor | None]]:
     """Those of parameters that the step is not known to use, and that a function may drop that nobody knows of."""
     known = {*map(id, state.parameters)}
-    found = (each for each in known_tensors() if each.is_leaf and id(each) not in known)
+    found = (each for each in known_tensors() if id(each) not in known and _is_leaf(each))
     return [(each, each.grad) for each in found if each.requires_grad or each.grad is not None]
+
+
+def _is_leaf(tensor: Tensor) -> bool:
+    try:
+        return tensor.is_leaf
+    except RuntimeError:  # a view that autograd refuses to describe, as those of FSDP's flat parameters
+        return False
 
 
 def _put_back(gradients: Iterable[tuple[Tensor, Tensor | None]]) -> None:
