@@ -80,7 +80,7 @@ def _attention(
     derives: bool,
 ) -> Any:
     bias = attn_mask
-    if bias is not None and compat.to_torch_dtype(bias.dtype) == torch.bool:  # one for all layers that have one mask
+    if bias is not None and compat.to_torch_dtype(bias.dtype) == torch.bool:  # Inductor does it once for each mask
         bias = compat.torch_to(compat.torch_where(bias, 0.0, float("-inf")), query.dtype)
     if not derives:
         return infer(query, key, value, bias, is_causal, scale)
