@@ -73,7 +73,6 @@ ON_CPU = {
     "Adadelta": ({"lr": RATE}, "keep the learning rate of Adadelta a number", {}),
     "Adamax": ({"lr": RATE}, OTHER.format("Adamax"), None),
     "NAdam": ({}, OTHER.format("NAdam"), None),
-    "Rprop": ({}, OTHER.format("Rprop"), None),
 }
 
 
