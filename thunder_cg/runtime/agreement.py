@@ -192,9 +192,13 @@ class Round:
         self._has_declined = True
         self._put("", _NO + reason)
 
-    def refuse(self, stage: str, reason: str, *, may_pass: bool) -> None:
-        """Says that this rank does not go on with ``stage``, and whether it may in a later call."""
-        self._put(stage, (_NO if may_pass else _NEVER) + reason)
+    def refuse(self, stage: str, reason: str, *, may_pass: bool, is_late: bool = False) -> None:
+        """Says that this rank does not go on with ``stage``, and whether it may in a later call.
+
+        Args:
+            is_late: whether that is since some rank has not answered in time.
+        """
+        self._put(stage, (_LATE if is_late else _NO if may_pass else _NEVER) + reason)
 
     def _put(self, stage: str, vote: str, groups: Iterable[ProcessGroup] | None = None) -> None:
         for group in self._numbers if groups is None else groups:
@@ -225,8 +229,8 @@ class Round:
                 patience = self._patience(_states[group], could_replay=could_replay)
                 all_could &= self._compare(group, number, stage, its, patience)
             except RanksDiffer as problem:
-                word = _LATE if problem.no_answer else _NO if problem.may_pass else _NEVER
-                self._put(stage, f"{word}{problem}")  # for those that still wait, or ask later
+                # For those that still wait, or ask later.
+                self.refuse(stage, str(problem), may_pass=problem.may_pass, is_late=problem.no_answer)
                 with suppress(RuntimeError):  # the store is gone
                     said = {index: _said(group, number, stage, index) for index, _ in _other_ranks(group)}
                     _states[group].catch_up(

@@ -98,14 +98,8 @@ _ADDS = {"+=", "-=", "+", "-", "INPLACE_ADD", "INPLACE_SUBTRACT", "BINARY_ADD", 
 _GROWS = {"append", "extend"}
 _LOOKUPS = {"LOAD_ATTR", "LOAD_METHOD"}
 _DICTIONARIES = dict, OrderedDict, defaultdict
-_NEUTRAL = {
-    "CACHE",
-    "COPY",
-    "DUP_TOP",
-    "DUP_TOP_TWO",
-    "EXTENDED_ARG",
-    "NOP",
-}  # what was loaded last stays on top of the stack
+_COPIES = {"COPY", "DUP_TOP", "DUP_TOP_TWO"}
+_NEUTRAL = {"CACHE", "EXTENDED_ARG", "NOP", *_COPIES}  # what was loaded last stays on top of the stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -670,7 +664,7 @@ def _instructions(code: types.CodeType) -> Iterator[_Instruction]:
     for each in dis.get_instructions(code):
         line = starts.get(each.offset) or line
         names = _OF_TWO.get(each.opname)
-        copied.update([len(found)] if before in ("COPY", "DUP_TOP", "DUP_TOP_TWO") else [])
+        copied.update([len(found)] if before in _COPIES else [])
         before = each.opname if each.opname not in ("CACHE", "EXTENDED_ARG") else before
         for name, value in ((each.opname, each.argval),) if names is None else zip(names, each.argval):
             if name not in _NEUTRAL:
