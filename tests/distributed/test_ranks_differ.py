@@ -162,7 +162,10 @@ def test_collectives_can_stay_eager(ranks: Ranks) -> None:
 )
 def test_what_passes(ranks: Ranks, what: str) -> None:
     """The ranks capture together as soon as they can."""
-    for found in ranks.run(what_runs, "ddp", what, {}):
+    answers = ranks.run(what_runs, "ddp", what, {})
+    said = "rank 1 does not capture it: it runs eagerly, since a torch dispatch or function mode"
+    assert any(said in reason for reason in answers[0]["fallbacks"]) == (what == "is watched"), answers[0]["fallbacks"]
+    for found in answers:
         assert not found["differing"] and not found["failures"], found
         assert found["replays"] >= 2 * (STEPS - 4)
         assert all(reason.count("tries left") < 2 for reason in found["fallbacks"])  # of one rank
