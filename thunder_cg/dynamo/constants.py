@@ -78,6 +78,22 @@ def read_sizes_first(graph: Graph) -> None:
                 node.replace_input_with(number, read[number])
 
 
+def compute_numbers_first(graph: Graph) -> None:
+    """Computes a number as soon as the sizes that it is made of are known, so that it cuts nothing in two."""
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    written = {each for node in graph.nodes for each in written_by(node)}
+    for node in [node for node in graph.nodes if node.op.startswith("call") and _is_number(node)]:
+        inputs = node.all_input_nodes
+        if inputs and written.isdisjoint(inputs) and (node.target == "size" or all(map(_is_number, inputs))):
+            last = max(inputs, key=position.__getitem__)
+            last.append(node)
+            position[node] = position[last]
+
+
+def _is_number(node: Node) -> bool:
+    return isinstance(example(node), (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
 def _after(node: Node, placeholders: Sequence[Node]) -> Node:
     return placeholders[-1] if node in placeholders else node
 

@@ -84,6 +84,7 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
             own_symbols.wait_in_trace(node, options)
         else:
             own_symbols.use_own_operator(node, options)
+    constants.compute_numbers_first(module.graph)
     lay_out_before_strides(module.graph)
     _leave_out_of_backward(module.graph, transformed, options)
 
