@@ -158,6 +158,17 @@ def test_sizes_that_change(function):
     assert all(len(trace.regions) == 1 and trace.regions[0].replays == trace.calls - 1 for trace in report.traces)
 
 
+@pytest.mark.filterwarnings("ignore:The 'symbolic values' cache option")
+def test_traces_for_any_size():
+    """They have no operator for one size."""
+    graphed = thunderfx(_times_a_number, backend="tape", dynamic=True, cache="symbolic values")
+    with torch.no_grad():
+        for rows, n in ((4, 3), (8, 5)):
+            x, w = torch.randn(rows, 8), torch.randn(8, 8)
+            torch.testing.assert_close(graphed(x, w, n), _times_a_number(x, w, n))
+    assert explain(graphed).outside
+
+
 def test_draws(backend, device):
     """The backward gets what the forward has drawn, and each call draws anew."""
     graphed = thunderfx(

@@ -24,7 +24,7 @@ from thunder_cg.compat.splitter import (
     symbols_of_sizes,
 )
 from thunder_cg.compat.torch import tree_leaves
-from thunder_cg.dynamo.nodes import call_before, call_instead, replace, result_of
+from thunder_cg.dynamo.nodes import call_before, call_instead, is_number, replace, result_of
 from thunder_cg.dynamo.writes import shares_memory, written_by
 
 _SLICES = 8  # up to as many, a list of numbers is written as slices
@@ -82,16 +82,12 @@ def compute_numbers_first(graph: Graph) -> None:
     """Computes a number as soon as the sizes that it is made of are known, so that it cuts nothing in two."""
     position = {node: i for i, node in enumerate(graph.nodes)}
     written = {each for node in graph.nodes for each in written_by(node)}
-    for node in [node for node in graph.nodes if node.op.startswith("call") and _is_number(node)]:
+    for node in [node for node in graph.nodes if node.op.startswith("call") and is_number(node)]:
         inputs = node.all_input_nodes
-        if inputs and written.isdisjoint(inputs) and (node.target == "size" or all(map(_is_number, inputs))):
+        if inputs and written.isdisjoint(inputs) and (node.target == "size" or all(map(is_number, inputs))):
             last = max(inputs, key=position.__getitem__)
             last.append(node)
             position[node] = position[last]
-
-
-def _is_number(node: Node) -> bool:
-    return isinstance(example(node), (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def _after(node: Node, placeholders: Sequence[Node]) -> Node:

@@ -108,7 +108,7 @@ def _as_operator(nodes: Sequence[Node]) -> tuple[Callable[..., Any], list[Node],
     inputs = [*dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each not in inside)]
     results = [node for node in nodes if not inside.issuperset(node.users)]
     inputs += sizes_beside(inputs, nodes)
-    values = [value for value in map(example, inputs) if not isinstance(value, torch.SymInt)]
+    values = [value for value in map(example, inputs) if not isinstance(value, torch.SymInt) or is_read_number(value)]
     made = [*map(example, results)]
     modes = modes_of(nodes)
     if modes is None or not made or any(not _is_laid_out(value) or is_wrapper(value) for value in (*values, *made)):
