@@ -191,13 +191,15 @@ def test_tensors_of_numbers(backend, device):
 
     def fn(x):
         mean = torch.as_tensor([0.5, 0.25], dtype=x.dtype, device=x.device)
-        return (x - mean) / torch.as_tensor([2.0, 2.0], device=x.device) * torch.as_tensor(3)
+        places = torch.tensor([[1, 0], [0, 2]], device=x.device)
+        return (x - mean) / torch.as_tensor([2.0, 2.0], device=x.device) * torch.as_tensor(3) + places[:1] - 0.1
 
     graphed = thunderfx(fn, backend=backend)
     for _ in range(3):
         x = torch.randn(4, 2, device=device)
         near(graphed(x), fn(x), 0.0)
     assert not explain(graphed).outside and [r["replays"] for r in regions(graphed)] == [2]
+    assert not explain(graphed).traces[0].counts["eager"]  # a copy of numbers from the host would be
 
 
 def test_arguments_that_pytorch_itself_calls_axis(backend, device):

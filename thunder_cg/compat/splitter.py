@@ -240,12 +240,13 @@ def symbols_of_sizes(*nodes: Node) -> frozenset[Any]:
     return frozenset[Any]().union(*map(free_symbols, sized))
 
 
-def sizes_beside(inputs: Sequence[Node], nodes: Sequence[Node]) -> list[Node]:
-    """Inputs of the whole graph that give the sizes in nodes of a piece that no size of its inputs is alone."""
+def sizes_beside(inputs: Sequence[Node], nodes: Sequence[Node]) -> list[Node] | None:
+    """Inputs of the whole graph that give the sizes in nodes of a piece that its inputs do not; None if none does."""
     known = sizes_of(map(example, inputs), map(example, inputs))
     missing = symbols_of_sizes(*inputs, *nodes) - known.keys()
     numbers = (each for each in nodes[0].graph.find_nodes(op="placeholder") if isinstance(example(each), torch.SymInt))
-    return [each for each in numbers if example(each).node.expr in missing]
+    found = {example(each).node.expr: each for each in numbers}
+    return [found[each] for each in found if each in missing] if missing <= found.keys() else None
 
 
 def sizes_of(values: Iterable[Any], given: Iterable[Any]) -> dict[Any, Any]:

@@ -123,18 +123,26 @@ def size_at(tensor: Any, i: int, number: int | torch.SymInt) -> Any:
 def make_of_numbers(node: Node) -> None:
     """``torch.as_tensor([2, 3])`` is ``torch.tensor([2, 3])``, which Thunder has, as new memory either way.
 
-    ``torch.tensor([-1])`` is ``torch.full((1,), -1)``, which copies nothing from the host.
+    ``torch.tensor([-1])`` is ``torch.full((1,), -1)``, which copies nothing from the host. So are a few numbers that
+    differ, as the mean of each color of an image, one by one.
     """
     result = example(node)
     numbers = [(type(leaf), repr(leaf), leaf) for leaf in tree_leaves(node.args)]
     if len(node.args) == 1 and all(isinstance(leaf, (int, float)) for *_, leaf in numbers):
         node.target = torch.tensor
     fits = {int: (torch.int32, torch.int64), float: (torch.float32, torch.float64), bool: (torch.bool,)}
-    if not isinstance(result, torch.Tensor) or len({each[:2] for each in numbers}) != 1:
+    kinds, texts = {kind for kind, *_ in numbers}, {text for _, text, _ in numbers}
+    if not isinstance(result, torch.Tensor) or len(kinds) != 1 or node.kwargs.keys() - {"dtype", "device"}:
         return
-    kind, _, number = numbers[0]
-    if result.dtype in fits.get(kind, ()) and not node.kwargs.keys() - {"dtype", "device"}:
-        call_instead(node, torch.full, tuple(result.shape), number, dtype=result.dtype, device=result.device)
+    options: dict[str, Any] = {"dtype": result.dtype, "device": result.device}
+    if result.dtype not in fits.get(kinds.pop(), ()):
+        return
+    if len(texts) == 1:
+        call_instead(node, torch.full, tuple(result.shape), numbers[0][2], **options)
+    elif len(numbers) <= _SLICES:
+        one, all_ = result.new_empty(1), result.new_empty(len(numbers))
+        parts = [call_before(node, torch.full, ((1,), number), options, result=one) for *_, number in numbers]
+        call_instead(node, torch.reshape, call_before(node, torch.cat, (parts,), result=all_), tuple(result.shape))
 
 
 def write_constants(graph: Graph, transformed: frozenset[str]) -> None:

@@ -107,7 +107,9 @@ def _as_operator(nodes: Sequence[Node]) -> tuple[Callable[..., Any], list[Node],
     inside = {*nodes}
     inputs = [*dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each not in inside)]
     results = [node for node in nodes if not inside.issuperset(node.users)]
-    inputs += sizes_beside(inputs, nodes)
+    if (sizes := sizes_beside(inputs, nodes)) is None:
+        return None
+    inputs += sizes
     values = [value for value in map(example, inputs) if not isinstance(value, torch.SymInt) or is_read_number(value)]
     made = [*map(example, results)]
     modes = modes_of(nodes)
