@@ -202,6 +202,23 @@ def test_tensors_of_numbers(backend, device):
     assert not explain(graphed).traces[0].counts["eager"]  # a copy of numbers from the host would be
 
 
+def test_tensors_of_tensors(backend, device):
+    """As TAPAS has it: itself, or a copy in another dtype, with its gradient."""
+
+    def fn(x):
+        y = x.exp()
+        return torch.as_tensor(y, device=x.device) * 2 + torch.as_tensor(y * 2, dtype=torch.float64).sin()
+
+    graphed = thunderfx(fn, backend=backend)
+    for _ in range(3):
+        x = torch.randn(4, 2, device=device, requires_grad=True)
+        other = x.detach().clone().requires_grad_()
+        graphed(x).sum().backward()
+        fn(other).sum().backward()
+        near(x.grad, other.grad, 1e-6)
+    assert not explain(graphed).outside and len(regions(graphed)) == 2
+
+
 def test_arguments_that_pytorch_itself_calls_axis(backend, device):
     scale, zero = torch.rand(8, device=device) + 0.1, torch.zeros(8, dtype=torch.int32, device=device)
     lengths = torch.tensor([3, 1], device=device)

@@ -17,6 +17,7 @@ from thunder_cg.compat.splitter import (
     fixed_float,
     for_splitter,
     is_number_of_numpys,
+    is_of_array,
     known_constant,
     numpy_name,
     operator_name,
@@ -120,7 +121,16 @@ def size_at(tensor: Any, i: int, number: int | torch.SymInt) -> Any:
     return node
 
 
-def make_of_numbers(node: Node) -> None:
+def make_tensor(node: Node) -> None:
+    """``torch.as_tensor(x)`` is ``x.to(x.device, x.dtype)`` for a tensor, which Thunder has."""
+    source, result = node.args[0] if node.args else None, example(node)
+    if not isinstance(source, Node):
+        _make_of_numbers(node)
+    elif node.target is torch.as_tensor and isinstance(example(source), torch.Tensor) and not is_of_array(node):
+        call_instead(node, torch.Tensor.to, source, result.device, result.dtype)
+
+
+def _make_of_numbers(node: Node) -> None:
     """``torch.as_tensor([2, 3])`` is ``torch.tensor([2, 3])``, which Thunder has, as new memory either way.
 
     ``torch.tensor([-1])`` is ``torch.full((1,), -1)``, which copies nothing from the host. So are a few numbers that
