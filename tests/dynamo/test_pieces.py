@@ -15,6 +15,8 @@ from torch import nn
 from thunder_cg import explain, thunderfx
 from thunder_cg.dynamo.pieces import _runs
 
+nightly = pytest.mark.nightly
+
 
 def _norms(rows):
     return torch.vmap(lambda row: (row * row.cos()).sum())(rows)
@@ -80,10 +82,10 @@ def _list(x, w):
     return torch.nn.utils.rnn.pad_sequence([x @ w, (x @ w).sin()]).tanh()
 
 
-def _results(function, x, w):
+def _results(function, x, w, *numbers):
     w = w.clone().requires_grad_()
     torch.manual_seed(1)
-    found = function(x.clone(), w)
+    found = function(x.clone(), w, *numbers)
     found = found if isinstance(found, tuple) else (found,)
     if tracked := [each for each in found if each.requires_grad]:
         torch.autograd.backward(
@@ -98,10 +100,10 @@ FUNCTIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("grad", [True, False], ids=["training", "no_grad"])
+@pytest.mark.parametrize(("grad", "dynamic"), [(True, False), (False, False), pytest.param(True, True, marks=nightly)])
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__.strip("_"))
-def test_one_graph_each_way(function, grad):
-    graphed = thunderfx(function, backend="tape", dynamic=False)
+def test_one_graph_each_way(function, grad, dynamic):
+    graphed = thunderfx(function, backend="tape", dynamic=dynamic)
     with torch.set_grad_enabled(grad):
         for rows in (4, 8, 4, 8, 4, 8):
             x, w = torch.randn(rows, 8), torch.randn(8, 8)
@@ -117,18 +119,54 @@ def test_one_graph_each_way(function, grad):
     assert any(op.name.startswith("inductor_piece") for trace in report.traces for op in trace.ops)
 
 
-def test_the_bits_are_those_of_the_piece_by_itself(backend, device, request):
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=nightly)])
+def test_the_bits_are_those_of_the_piece_by_itself(backend, device, request, dynamic):
     """Where Inductor compiles it. On a CPU, the tests run its operators, and in the backward other ones if apart."""
     x, w = torch.randn(4, 8, device=device), torch.randn(8, 8, device=device)
-    joined = thunderfx(_two, backend=backend, dynamic=False)
+    joined = thunderfx(_two, backend=backend, dynamic=dynamic)
     found = [_results(joined, x, w) for _ in range(3)][-1]
     request.getfixturevalue("cut")
     torch._dynamo.reset()
-    apart = thunderfx(_two, backend=backend, dynamic=False)
+    apart = thunderfx(_two, backend=backend, dynamic=dynamic)
     expected = _results(apart, x, w)
     assert explain(apart).outside and not explain(joined).outside
     same(found[:2], expected[:2])
     torch.testing.assert_close(found[2], expected[2], **({"rtol": 0, "atol": 0} if device == "cuda" else {}))
+
+
+def _times_a_number(x, w, n):
+    return torch.vmap(lambda row: (row * n).sin())(x @ w).exp()
+
+
+def _of_halves(x, w, n):
+    return _norms((x @ w).view(-1, 4)).sin()
+
+
+def _padded(x, w, n):
+    return torch.vmap(lambda row: torch.cat([row, row.new_zeros(n)]))(x @ w).exp()
+
+
+@pytest.mark.parametrize("function", [_times_a_number, _of_halves, _padded])
+def test_sizes_that_change(function):
+    graphed = thunderfx(function, backend="tape", dynamic=True)
+    for rows, n in ((4, 3), (4, 5), (8, 3)) * 3:
+        x, w = torch.randn(rows, 8), torch.randn(8, 8)
+        torch.testing.assert_close(_results(graphed, x, w, n), _results(function, x, w, n))
+    report = explain(graphed)
+    assert not report.outside
+    assert [trace.kind for trace in report.traces] == ["forward", "backward"] * (len(report.traces) // 2)
+    assert all(len(trace.regions) == 1 and trace.regions[0].replays == trace.calls - 1 for trace in report.traces)
+
+
+@pytest.mark.filterwarnings("ignore:The 'symbolic values' cache option")
+def test_traces_for_any_size():
+    """They have no operator for one size."""
+    graphed = thunderfx(_times_a_number, backend="tape", dynamic=True, cache="symbolic values")
+    with torch.no_grad():
+        for rows, n in ((4, 3), (8, 5)):
+            x, w = torch.randn(rows, 8), torch.randn(8, 8)
+            torch.testing.assert_close(graphed(x, w, n), _times_a_number(x, w, n))
+    assert explain(graphed).outside
 
 
 def test_draws(backend, device):
@@ -241,7 +279,7 @@ def _scaled_by_an_integer(x: torch.Tensor) -> torch.Tensor:
     "scaled",
     [
         _scaled_by_its_mean,
-        *(pytest.param(fn, marks=pytest.mark.nightly) for fn in (_scaled_twice_by_its_mean, _scaled_by_an_integer)),
+        *(pytest.param(fn, marks=nightly) for fn in (_scaled_twice_by_its_mean, _scaled_by_an_integer)),
     ],
 )
 def test_a_number_read_from_a_tensor_of_the_graph_in_training(scaled):

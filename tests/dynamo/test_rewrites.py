@@ -191,13 +191,32 @@ def test_tensors_of_numbers(backend, device):
 
     def fn(x):
         mean = torch.as_tensor([0.5, 0.25], dtype=x.dtype, device=x.device)
-        return (x - mean) / torch.as_tensor([2.0, 2.0], device=x.device) * torch.as_tensor(3)
+        places = torch.tensor([[1, 0], [0, 2]], device=x.device)
+        return (x - mean) / torch.as_tensor([2.0, 2.0], device=x.device) * torch.as_tensor(3) + places[:1] - 0.1
 
     graphed = thunderfx(fn, backend=backend)
     for _ in range(3):
         x = torch.randn(4, 2, device=device)
         near(graphed(x), fn(x), 0.0)
     assert not explain(graphed).outside and [r["replays"] for r in regions(graphed)] == [2]
+    assert not explain(graphed).traces[0].counts["eager"]  # a copy of numbers from the host would be
+
+
+def test_tensors_of_tensors(backend, device):
+    """As TAPAS has it: itself, or a copy in another dtype, with its gradient."""
+
+    def fn(x):
+        y = x.exp()
+        return torch.as_tensor(y, device=x.device) * 2 + torch.as_tensor(y * 2, dtype=torch.float64).sin()
+
+    graphed = thunderfx(fn, backend=backend)
+    for _ in range(3):
+        x = torch.randn(4, 2, device=device, requires_grad=True)
+        other = x.detach().clone().requires_grad_()
+        graphed(x).sum().backward()
+        fn(other).sum().backward()
+        near(x.grad, other.grad, 1e-6)
+    assert not explain(graphed).outside and len(regions(graphed)) == 2
 
 
 def test_arguments_that_pytorch_itself_calls_axis(backend, device):

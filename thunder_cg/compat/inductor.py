@@ -29,14 +29,15 @@ class OneWay(NamedTuple):
     """The forward or the backward of a graph.
 
     Attributes:
-        run: computes the results of a list of tensors, which it empties.
-        inputs: fake tensors with the strides that ``run`` takes.
-        results: fake tensors. Those of a forward share storages with its inputs and each other as real ones may.
+        run: computes the results of a list of tensors and sizes, which it empties.
+        inputs: fake tensors with the strides that ``run`` takes, and sizes. In a backward, sizes come first.
+        results: fake tensors, and sizes. In a forward, sizes come last, and tensors share storages with its inputs and
+            each other as real ones may.
         functions: what it is made of, before Inductor fuses it.
     """
 
     run: Callable[[list[torch.Tensor]], Sequence[Any]]
-    inputs: Sequence[torch.Tensor]
+    inputs: Sequence[Any]
     results: Sequence[Any]
     functions: frozenset[Any]
 
@@ -46,9 +47,9 @@ class _Refused(Exception):
 
 
 def compile_each_way(
-    module: GraphModule, inputs: Sequence[torch.Tensor], is_refused: Callable[[Any], bool]
+    module: GraphModule, inputs: Sequence[Any], is_refused: Callable[[Any], bool]
 ) -> tuple[OneWay, OneWay | None, list[int]] | None:
-    """Compiles a graph that takes fake tensors of fixed sizes and returns a tuple of such tensors.
+    """Compiles a graph that takes fake tensors and sizes, and returns a tuple of fake tensors.
 
     Args:
         is_refused: whether the caller refuses a function that the graph calls, as PyTorch has written it out.

@@ -240,6 +240,31 @@ def symbols_of_sizes(*nodes: Node) -> frozenset[Any]:
     return frozenset[Any]().union(*map(free_symbols, sized))
 
 
+def sizes_beside(inputs: Sequence[Node], nodes: Sequence[Node]) -> list[Node] | None:
+    """Inputs of the whole graph that give the sizes in nodes of a piece that its inputs do not; None if none does."""
+    known = sizes_of(map(example, inputs), map(example, inputs))
+    missing = symbols_of_sizes(*inputs, *nodes) - known.keys()
+    numbers = (each for each in nodes[0].graph.find_nodes(op="placeholder") if isinstance(example(each), torch.SymInt))
+    found = {example(each).node.expr: each for each in numbers}
+    return [found[each] for each in found if each in missing] if missing <= found.keys() else None
+
+
+def sizes_of(values: Iterable[Any], given: Iterable[Any]) -> dict[Any, Any]:
+    """What symbols are where tensors and numbers are given for fake tensors and symbolic numbers."""
+    found: dict[Any, Any] = {}
+    for value, actual in zip(values, given):
+        pairs = zip(value.shape, actual.shape) if isinstance(value, torch.Tensor) else [(value, actual)]
+        for number, known in pairs:
+            if isinstance(number, torch.SymInt) and number.node.expr.is_Symbol:
+                found[number.node.expr] = getattr(known, "value", known)  # of a proxy of Thunder's
+    return found
+
+
+def at_sizes(numbers: Iterable[int | torch.SymInt], sizes: dict[Any, Any]) -> tuple[int, ...]:
+    """What the numbers are where their symbols are these."""
+    return tuple(n if isinstance(n, int) else int(n.node.expr.subs(sizes)) for n in numbers)
+
+
 def is_read_number(value: Any) -> bool:
     """Whether a number is computed from one that the graph reads from a tensor."""
     return isinstance(value, (torch.SymInt, torch.SymFloat)) and bool(free_unbacked_symbols(value))

@@ -284,6 +284,14 @@ def trace_as(function: Any, replacement: Callable[..., Any]) -> None:
     _general_jit_lookaside_map[function] = ensure_recursive_proxies(interpreter_needs_wrap(located))
 
 
+def call_untraced(function: Callable[..., Any], *args: Any) -> Any:
+    """Calls the function, with proxies, where ``thunder.jit`` traces, and does not trace what is inside."""
+    return function(*args)
+
+
+trace_as(call_untraced, call_untraced)
+
+
 def is_guess(symbol: BoundSymbol) -> bool:
     """Whether it makes a truth value of a number that is known only at run time: Thunder takes the number for false."""
     if symbol.sym.id is not PrimIDs.CONVERT_ELEMENT_TYPE or not isinstance(symbol.output, NumberProxy):

@@ -70,6 +70,8 @@ class Compiler(ThunderCompiler):
             CaptureError: with ``strict="ops"``, Inductor got an operator of it.
         """
         only_views = makes_only_views(module.graph)
+        is_symbolic = "symbolic" in str(self.thunder_options.get("cache")).lower()  # else a trace has one set of sizes
+        join = (lambda parts, _: parts) if is_symbolic else join_pieces
         names, of_graph = users_names(module.graph, self.parameters), inputs_of(module.graph, self.inputs.values())
         try:
             specialize_floats(module)
@@ -77,7 +79,7 @@ class Compiler(ThunderCompiler):
             put_back = take_out_numbers(module)
             with (
                 keeping_fallbacks(
-                    objections(module, self.thunder_options), take_out_numbers_of_parts, join_pieces, keeping_layouts
+                    objections(module, self.thunder_options), take_out_numbers_of_parts, join, keeping_layouts
                 ),
                 Stage(lambda: "splitting a graph of Dynamo's"),
             ):

@@ -17,6 +17,7 @@ from thunder_cg.compat.splitter import (
     fixed_float,
     for_splitter,
     is_number_of_numpys,
+    is_of_array,
     known_constant,
     numpy_name,
     operator_name,
@@ -24,7 +25,7 @@ from thunder_cg.compat.splitter import (
     symbols_of_sizes,
 )
 from thunder_cg.compat.torch import tree_leaves
-from thunder_cg.dynamo.nodes import call_before, call_instead, replace, result_of
+from thunder_cg.dynamo.nodes import call_before, call_instead, is_number, replace, result_of
 from thunder_cg.dynamo.writes import shares_memory, written_by
 
 _SLICES = 8  # up to as many, a list of numbers is written as slices
@@ -78,6 +79,18 @@ def read_sizes_first(graph: Graph) -> None:
                 node.replace_input_with(number, read[number])
 
 
+def compute_numbers_first(graph: Graph) -> None:
+    """Computes a number as soon as the sizes that it is made of are known, so that it cuts nothing in two."""
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    written = {each for node in graph.nodes for each in written_by(node)}
+    for node in [node for node in graph.nodes if node.op.startswith("call") and is_number(node)]:
+        inputs = node.all_input_nodes
+        if inputs and written.isdisjoint(inputs) and (node.target == "size" or all(map(is_number, inputs))):
+            last = max(inputs, key=position.__getitem__)
+            last.append(node)
+            position[node] = position[last]
+
+
 def _after(node: Node, placeholders: Sequence[Node]) -> Node:
     return placeholders[-1] if node in placeholders else node
 
@@ -108,21 +121,38 @@ def size_at(tensor: Any, i: int, number: int | torch.SymInt) -> Any:
     return node
 
 
-def make_of_numbers(node: Node) -> None:
+def make_tensor(node: Node) -> None:
+    """``torch.as_tensor(x)`` is ``x.to(x.device, x.dtype)`` for a tensor, which Thunder has."""
+    source, result = node.args[0] if node.args else None, example(node)
+    if not isinstance(source, Node):
+        _make_of_numbers(node)
+    elif node.target is torch.as_tensor and isinstance(example(source), torch.Tensor) and not is_of_array(node):
+        call_instead(node, torch.Tensor.to, source, result.device, result.dtype)
+
+
+def _make_of_numbers(node: Node) -> None:
     """``torch.as_tensor([2, 3])`` is ``torch.tensor([2, 3])``, which Thunder has, as new memory either way.
 
-    ``torch.tensor([-1])`` is ``torch.full((1,), -1)``, which copies nothing from the host.
+    ``torch.tensor([-1])`` is ``torch.full((1,), -1)``, which copies nothing from the host. So are a few numbers that
+    differ, as the mean of each color of an image, one by one.
     """
     result = example(node)
     numbers = [(type(leaf), repr(leaf), leaf) for leaf in tree_leaves(node.args)]
     if len(node.args) == 1 and all(isinstance(leaf, (int, float)) for *_, leaf in numbers):
         node.target = torch.tensor
     fits = {int: (torch.int32, torch.int64), float: (torch.float32, torch.float64), bool: (torch.bool,)}
-    if not isinstance(result, torch.Tensor) or len({each[:2] for each in numbers}) != 1:
+    kinds, texts = {kind for kind, *_ in numbers}, {text for _, text, _ in numbers}
+    if not isinstance(result, torch.Tensor) or len(kinds) != 1 or node.kwargs.keys() - {"dtype", "device"}:
         return
-    kind, _, number = numbers[0]
-    if result.dtype in fits.get(kind, ()) and not node.kwargs.keys() - {"dtype", "device"}:
-        call_instead(node, torch.full, tuple(result.shape), number, dtype=result.dtype, device=result.device)
+    options: dict[str, Any] = {"dtype": result.dtype, "device": result.device}
+    if result.dtype not in fits.get(kinds.pop(), ()):
+        return
+    if len(texts) == 1:
+        call_instead(node, torch.full, tuple(result.shape), numbers[0][2], **options)
+    elif len(numbers) <= _SLICES:
+        one, all_ = result.new_empty(1), result.new_empty(len(numbers))
+        parts = [call_before(node, torch.full, ((1,), number), options, result=one) for *_, number in numbers]
+        call_instead(node, torch.reshape, call_before(node, torch.cat, (parts,), result=all_), tuple(result.shape))
 
 
 def write_constants(graph: Graph, transformed: frozenset[str]) -> None:

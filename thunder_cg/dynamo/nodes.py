@@ -6,10 +6,16 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from thunder_cg.compat.splitter import example, on_examples
+
+
+def is_number(node: Node) -> bool:
+    """Whether a node makes a number that Dynamo has no value of."""
+    return isinstance(example(node), (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def called(function: Callable[..., Any]) -> tuple[str, Any]:

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from thunder_cg.compat.dynamo_scope import specialize
 from thunder_cg.compat.splitter import compute_again, operator_name
+from thunder_cg.dynamo.nodes import is_number
 from thunder_cg.dynamo.writes import IN_PLACE
 
 Compiled = Callable[..., Any]
@@ -50,11 +50,11 @@ def take_out_numbers(module: GraphModule) -> Callable[[Compiled], Compiled]:
     beside, copies = Graph(), dict[Node, Node]()
     for node in module.graph.nodes:
         is_computed = (
-            node.op == "call_function" and _is_number(node) and all(map(copies.__contains__, node.all_input_nodes))
+            node.op == "call_function" and is_number(node) and all(map(copies.__contains__, node.all_input_nodes))
         )
         if node.op == "placeholder" or is_computed:
             copies[node] = beside.node_copy(node, copies.__getitem__)
-    places = {i for i, node in enumerate(results) if node in copies and _is_number(node)}
+    places = {i for i, node in enumerate(results) if node in copies and is_number(node)}
     if not places or len(places) == len(results):  # a graph without results is left as it is
         return lambda compiled: compiled
     beside.output(tuple(copies[results[i]] for i in sorted(places)))
@@ -84,12 +84,12 @@ def take_out_numbers_of_parts(whole: GraphModule) -> None:
         if isinstance(results, Node):  # returned alone, without a tuple
             _compute_before(call, results, call)
             continue
-        kept = [result for result in results if not _is_number(result)]
+        kept = [result for result in results if not is_number(result)]
         for item in [*call.users]:
             result = results[item.args[1]]
-            if _is_number(result) and _compute_before(call, result, item):
+            if is_number(result) and _compute_before(call, result, item):
                 whole.graph.erase_node(item)
-            elif _is_number(result):
+            elif is_number(result):
                 specialize([result.meta["example_value"]])
                 kept.append(result)
         for item in [*call.users]:
@@ -102,12 +102,8 @@ def take_out_numbers_of_parts(whole: GraphModule) -> None:
 def _compute_before(call: Node, result: Node, item: Node) -> bool:
     """Has a number that a part returns computed before it is called. Returns whether that is possible."""
     with call.graph.inserting_before(call):
-        number = compute_again(result, call.graph) if _is_number(result) else None
+        number = compute_again(result, call.graph) if is_number(result) else None
     for user in [*item.users] if number is not None else ():
         user.args = map_arg(user.args, lambda node: number if node is item else node)
         user.kwargs = map_arg(user.kwargs, lambda node: number if node is item else node)
     return number is not None
-
-
-def _is_number(node: Node) -> bool:
-    return isinstance(node.meta.get("example_value"), (torch.SymInt, torch.SymFloat, torch.SymBool))

@@ -1,8 +1,9 @@
 """Pieces of Inductor's inside of Thunder's traces.
 
-What Thunder cannot trace, Inductor compiles. If that is a function of tensors alone, and a graph can hold its kernels,
-it is one operator of the trace around it, and its backward is another. So a call remains one graph each way. The values
-are those of the piece by itself: Inductor compiles the same forward and the same backward.
+What Thunder cannot trace, Inductor compiles. If that is a function of tensors and sizes alone, and a graph can hold its
+kernels, it is one operator of the trace around it, and its backward is another. So a call remains one graph each way.
+The values are those of the piece by itself: Inductor compiles the same forward and the same backward. Where sizes are
+symbols, it compiles them once. Thunder traces anew for each size, and each of its traces has operators for its sizes.
 """
 
 from __future__ import annotations
@@ -20,16 +21,19 @@ from thunder_cg.compat.inductor import OneWay, compile_each_way, draws, is_calle
 from thunder_cg.compat.splitter import (
     JOINED,
     SeenNode,
+    at_sizes,
     example,
     fake_arguments,
     for_splitter,
     is_of_unknown_size,
     is_read_number,
     modes_of,
+    sizes_beside,
+    sizes_of,
 )
-from thunder_cg.compat.thunder import outside_of_autograd, symbol_of_function, with_derivative
-from thunder_cg.compat.torch import autograd_base, is_wrapper, shares_storage, tree_leaves
-from thunder_cg.dynamo.layouts import fixed_stride, is_refused_lstm
+from thunder_cg.compat.thunder import call_untraced, outside_of_autograd, symbol_of_function, with_derivative
+from thunder_cg.compat.torch import autograd_base, has_storage, is_wrapper, shares_storage, tree_leaves
+from thunder_cg.dynamo.layouts import is_refused_lstm
 from thunder_cg.dynamo.operators import executor, in_layout
 from thunder_cg.dynamo.writes import requires_grad, shares_memory, written_by
 
@@ -93,15 +97,23 @@ def _read_where_used(parts: dict[Node, int], of_thunder: frozenset[int]) -> dict
     return found
 
 
+def _is_laid_out(value: Any) -> bool:
+    """Whether it is a tensor whose sizes and strides are known where Thunder compiles for the sizes of the inputs."""
+    return isinstance(value, torch.Tensor) and has_storage(value) and not is_of_unknown_size(value)
+
+
 def _as_operator(nodes: Sequence[Node]) -> tuple[Callable[..., Any], list[Node], list[Node]] | None:
     """What computes the results of a piece from its inputs, these inputs and these results; None if it is left."""
     inside = {*nodes}
     inputs = [*dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each not in inside)]
     results = [node for node in nodes if not inside.issuperset(node.users)]
-    values = [*map(example, inputs)]
+    if (sizes := sizes_beside(inputs, nodes)) is None:
+        return None
+    inputs += sizes
+    values = [value for value in map(example, inputs) if not isinstance(value, torch.SymInt) or is_read_number(value)]
     made = [*map(example, results)]
     modes = modes_of(nodes)
-    if modes is None or not made or any(fixed_stride(value) is None or is_wrapper(value) for value in (*values, *made)):
+    if modes is None or not made or any(not _is_laid_out(value) or is_wrapper(value) for value in (*values, *made)):
         return None
     if len({value.device for value in (*values, *made)}) > 1 or any(each.op == "get_attr" for each in inputs):
         return None
@@ -166,79 +178,90 @@ def _is_refused(function: Any) -> bool:
 
 
 def _in_trace(forward: OneWay, backward: OneWay | None, with_gradient: Sequence[int], results: int) -> Any:
-    """A function that Thunder's splitter takes for one of Thunder's, and that is two operators in its traces.
+    """A function that Thunder's splitter takes for one of Thunder's, and that is two operators in each of its traces.
 
     What the backward gets of the memory of an argument or a result, it makes of that.
     """
-    places = [*forward.inputs, *forward.results[:results]]
+    taken = [value for value in forward.inputs if isinstance(value, torch.Tensor)]
+    places = [*taken, *forward.results[:results]]
+    for_backward = [value for value in forward.results[results:] if isinstance(value, torch.Tensor)]
     saved: list[tuple[int, Any]] = []  # where the backward finds each, and what it has the memory of
     returned = [*range(results)]
-    for i, value in enumerate(forward.results[results:], results):
+    for i, value in enumerate(for_backward, results):
         base = next((j for j, place in enumerate(places) if shares_storage([place], value)), None)
         if base is None:
-            saved.append((len(forward.inputs) + len(returned), None))
+            saved.append((len(taken) + len(returned), None))
             returned.append(i)
         else:
             saved.append((base, places[base]))
-    compute = _symbol("", forward, [forward.results[i] for i in returned], _runs(forward, returned))
-    differentiate = None
-    if backward is not None:
-        viewed = [(base, value) for (_, base), value in zip(saved, forward.results[results:])]
-        differentiate = _symbol("_backward", backward, backward.results, _runs(backward, None, viewed))
+    viewed = [(base, value) for (_, base), value in zip(saved, for_backward)]
+    differentiated = [i for i, value in enumerate(forward.inputs) if isinstance(value, torch.Tensor)]
 
-    def run_forward(*tensors: Any) -> Any:
-        values = (*tensors, *compute(*tensors))
-        made = values[len(tensors) :][:results]
-        return made, tuple(values[place] for place, _ in saved)
+    def operators_for(*args: Any) -> tuple[Any, Any]:
+        sizes = sizes_of(forward.inputs, args)
+        differentiate = _symbol("_backward", backward, sizes, differentiated, viewed) if backward is not None else None
+        return _symbol("", forward, sizes, returned), differentiate
 
-    def run_backward(*given: Any) -> Any:
-        gradients, values = given[:results], given[results:]
-        if differentiate is None:
-            return (None,) * len(forward.inputs)
-        return differentiate(*values, *(gradients[i] for i in with_gradient))
+    def call(*args: Any) -> Any:
+        compute, differentiate = call_untraced(operators_for, *args)
 
-    def call(*tensors: Any) -> Any:
-        return with_derivative(run_forward, run_backward, *tensors)
+        def run_forward(*tensors: Any) -> Any:
+            values = (*tensors, *compute(*tensors))
+            made = values[len(tensors) :][:results]
+            return made, tuple(values[place] for place, _ in saved)
+
+        def run_backward(*given: Any) -> Any:
+            gradients, values = given[:results], given[results:]
+            if differentiate is None:
+                return (None,) * len(taken)
+            return differentiate(*values, *(gradients[i] for i in with_gradient))
+
+        return with_derivative(run_forward, run_backward, *(args[i] for i in differentiated))
 
     return for_splitter(call, "inductor_piece")
 
 
-def _symbol(kind: str, way: OneWay, results: Sequence[Any], run: Callable[..., Any]) -> Any:
+def _symbol(
+    kind: str, way: OneWay, sizes: Any, returned: Sequence[int], viewed: Sequence[tuple[Any, torch.Tensor]] = ()
+) -> Any:
+    def like(value: torch.Tensor | None, tracked: bool) -> torch.Tensor | None:
+        if value is None:
+            return None
+        has_gradient = tracked and (value.is_floating_point() or value.is_complex())
+        shape = at_sizes(value.shape, sizes)
+        return torch.empty(shape, dtype=value.dtype, device=value.device, requires_grad=has_gradient)
+
     def made(*tensors: torch.Tensor) -> Any:
         tracked = any(tensor.requires_grad for tensor in tensors)
-        return tuple(None if value is None else _like(value, tracked=tracked) for value in results)
+        return tuple(like(way.results[i], tracked) for i in returned)
 
     suffix = "_draws" if any(map(draws, way.functions)) else ""
-    name = f"piece{kind}{suffix}"
+    name, run = f"piece{kind}{suffix}", _runs(way, sizes, returned, viewed)
     return symbol_of_function(executor, name, f"inductor_{name}{next(_numbers)}", outside_of_autograd(run), made)
 
 
-def _like(value: torch.Tensor, *, tracked: bool) -> torch.Tensor:
-    has_gradient = tracked and (value.is_floating_point() or value.is_complex())
-    return torch.empty(value.shape, dtype=value.dtype, device=value.device, requires_grad=has_gradient)
-
-
-def _runs(way: OneWay, returned: Sequence[int] | None, viewed: Sequence[tuple[Any, Any]] = ()) -> Callable[..., Any]:
+def _runs(
+    way: OneWay, sizes: Any, returned: Sequence[int], viewed: Sequence[tuple[Any, torch.Tensor]]
+) -> Callable[..., Any]:
     """Calls what Inductor has compiled, with tensors laid out as it takes them. What it returns is in new memory.
 
     Args:
-        returned: the positions of the results; None for all.
+        sizes: what the symbols are in the sizes of what it takes.
+        returned: the positions of the results.
         viewed: for the first tensors, what has the memory of each, if the trace gives that, and the view of it.
     """
-    viewed = [*viewed, *((None, None) for _ in way.inputs[len(viewed) :])]
+    views = iter(viewed)
+    laid_out = [
+        _number_or_layout(value, sizes, *(next(views, (None, None)) if isinstance(value, torch.Tensor) else ()))
+        for value in way.inputs
+    ]
 
     def run(*tensors: torch.Tensor) -> Any:
-        given = []
-        for tensor, taken, (base, view) in zip(tensors, way.inputs, viewed):
-            if base is None:
-                given.append(in_layout(tensor, taken.stride()))
-            else:
-                tensor = in_layout(tensor, base.stride())
-                offset = tensor.storage_offset() + view.storage_offset() - base.storage_offset()
-                given.append(tensor.as_strided(view.size(), view.stride(), offset))
+        rest = iter(tensors)
+        given = [each(next(rest)) if callable(each) else each for each in laid_out]
         seen, found = [*given], []
         results = way.run(given)
-        for i in range(len(results)) if returned is None else returned:
+        for i in returned:
             result = results[i]
             if result is not None:
                 result = result.clone() if shares_storage(seen, result) else result
@@ -247,3 +270,20 @@ def _runs(way: OneWay, returned: Sequence[int] | None, viewed: Sequence[tuple[An
         return tuple(found)
 
     return run
+
+
+def _number_or_layout(value: Any, sizes: Any, base: Any = None, view: Any = None) -> Any:
+    """A number that Inductor's code takes, or what lays out a tensor for it."""
+    if not isinstance(value, torch.Tensor):
+        return at_sizes([value], sizes)[0]
+    stride = at_sizes((value if base is None else base).stride(), sizes)
+    if base is None:
+        return lambda tensor: in_layout(tensor, stride)
+    size, steps = at_sizes(view.size(), sizes), at_sizes(view.stride(), sizes)
+    start, before = at_sizes([view.storage_offset(), base.storage_offset()], sizes)
+
+    def viewed(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = in_layout(tensor, stride)
+        return tensor.as_strided(size, steps, tensor.storage_offset() + start - before)
+
+    return viewed

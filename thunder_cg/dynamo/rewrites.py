@@ -38,7 +38,7 @@ _CALLS: dict[Any, Callable[[Node], None]] = {
     **dict.fromkeys(in_place.DRAWS, in_place.draw_out_of_place),
     **dict.fromkeys(LIKE, make_as_laid_out),
     **dict.fromkeys(constants.OF_NUMBERS, constants.name_function_of_numbers),
-    **dict.fromkeys((torch.as_tensor, torch.tensor), constants.make_of_numbers),
+    **dict.fromkeys((torch.as_tensor, torch.tensor), constants.make_tensor),
     **dict.fromkeys(("norm", torch.norm), calls.name_vector_norm),
     operator.getitem: constants.write_index,
     torch.cat: calls.drop_empty_parts,
@@ -84,6 +84,7 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
             own_symbols.wait_in_trace(node, options)
         else:
             own_symbols.use_own_operator(node, options)
+    constants.compute_numbers_first(module.graph)
     lay_out_before_strides(module.graph)
     _leave_out_of_backward(module.graph, transformed, options)
 
