@@ -112,10 +112,8 @@ def described(error: BaseException, stacks: Stacks = _NO_STACKS, at: str | None 
     Args:
         at: the line, if it is known; else the traceback says it.
     """
-    errors = [each for each in (error, error.__cause__) if each is not None]
-    lines = [line for each in errors for line in _lines_of(each, stacks)]
-    cause = error.__cause__ if lines and error.__cause__ is not None else error
-    lines = lines or [*_traced_lines(error, stacks)]
+    raised, lines = _raised_at(error, stacks)
+    cause = error.__cause__ if raised and error.__cause__ is not None else error
     own = [line for line in lines if not line.is_installed]
     where = f" at {at or called_from([*own[-1:], *lines[-1:]])}" if at or lines else ""
     said = re.sub(r"ProvenanceRecord\(\n.*?^\)\s*", f"{LOOKED_UP} ", str(cause), flags=re.MULTILINE | re.DOTALL)
@@ -126,6 +124,19 @@ def described(error: BaseException, stacks: Stacks = _NO_STACKS, at: str | None 
             said = said.replace(cut[0], f"{cut[1]}::{called[0]}")
     said = re.sub(r"<(?:built-in )?(?:method|function) (\S+?)(?: (?:of|at) [^>]*)?>(?!\.)", r"\1", said)
     return f"{type(cause).__name__}{where}: {said or 'no message'}"
+
+
+def line_of(error: BaseException, stacks: Stacks = _NO_STACKS) -> SourceLine | None:
+    """The innermost line of the user's code at which an error was raised; None if it is not known."""
+    _, lines = _raised_at(error, stacks)
+    return next((line for line in reversed(lines) if not line.is_installed), None)
+
+
+def _raised_at(error: BaseException, stacks: Stacks) -> tuple[bool, list[SourceLine]]:
+    """Whether the error or its cause was raised in the user's code, and the lines, or those that a transform was at."""
+    errors = [each for each in (error, error.__cause__) if each is not None]
+    lines = [line for each in errors for line in _lines_of(each, stacks)]
+    return bool(lines), lines or [*_traced_lines(error, stacks)]
 
 
 def _lines_of(error: BaseException, stacks: Stacks) -> list[SourceLine]:

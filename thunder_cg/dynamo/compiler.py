@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from traceback import FrameSummary
@@ -12,7 +13,7 @@ from unittest.mock import patch
 import thunder
 import torch
 
-from thunder_cg.analysis.sources import SourceLine, called_from, described, user_frames, users
+from thunder_cg.analysis.sources import SourceLine, called_from, described, line_of, user_frames, users
 from thunder_cg.compat.compiled import NAME, OPTIONS
 from thunder_cg.compat.dynamo import (
     CompiledFunction,
@@ -37,10 +38,11 @@ from thunder_cg.errors import CaptureError, OptionError, TransformConflictError
 from thunder_cg.options import taken_from
 from thunder_cg.progress import Stage
 from thunder_cg.report.programs import graph_name, jitted_parts, outside_of, part_name, refuse_compiled
-from thunder_cg.runtime.compilation import NAMES, name_of, note_what_to_try
+from thunder_cg.runtime.compilation import NAMES, name_of, with_advice
 from thunder_cg.transform import cudagraph_transform
 
 _OF_ANOTHER = "a value of another piece"  # of the graph
+_OF_NUMPY = re.compile(r"While executing %(\w+) .*\[target=[\w.]+\.wrapped_(\w+)\]")
 
 
 class Compiler(ThunderCompiler):
@@ -85,7 +87,7 @@ class Compiler(ThunderCompiler):
         except TensorifyScalarRestartAnalysis:
             raise
         except Exception as error:
-            self._note_failure(error, _stack_of_named_operator(module, str(error)))
+            self._note_failure(error, *_named_node(module, str(error)))
             raise
         self.inputs[len(self.subgraph_infos) - 1] = of_graph
         self._name_parts(names)
@@ -101,11 +103,18 @@ class Compiler(ThunderCompiler):
         """Keeps what Dynamo raised before it had a graph."""
         self._note_failure(error, users([SourceLine(frame.filename, frame.lineno or 0) for frame in stack]))
 
-    def _note_failure(self, error: Exception, stack: Sequence[SourceLine]) -> None:
-        """Keeps what was raised, and where, and notes on the error what to try. ``stack`` is empty if not known."""
+    def _note_failure(self, error: Exception, stack: Sequence[SourceLine], operator: str = "") -> None:
+        """Keeps what was raised, and where, and notes on the error what to try.
+
+        Args:
+            stack: empty if it is not known.
+            operator: that is to be named, as the error does not say which one it is.
+        """
         self.failures += 1
-        self.failure = described(error, at=called_from(stack))
-        note_what_to_try(error, self.function, self.failure, is_of_dynamo=True)
+        problem = described(error, at=called_from(stack))
+        problem = f"{problem}, in {operator}" if operator else problem
+        line = stack[-1] if stack else line_of(error)
+        self.failure = with_advice(error, self.function, problem, line, is_of_dynamo=True)
 
     def _split(self, module: torch.fx.GraphModule, *inputs: Any) -> Any:
         """Thunder's own ``__call__``, with fusions of consecutive operators where `order_counts`."""
@@ -131,10 +140,18 @@ class Compiler(ThunderCompiler):
                 module.meta |= {NAME: part_name(graph, number, len(parts)), NAMES: said}
 
 
-def _stack_of_named_operator(module: torch.fx.GraphModule, message: str) -> list[SourceLine]:
-    """Where the operator of ``torch.library`` is called that an error of Inductor's names; nothing if it names none."""
-    called = (node for node in module.graph.nodes if library_names(node.target) and str(node.target) in message)
-    return next((user_frames(node.stack_trace) for node in called), [])
+def _named_node(module: torch.fx.GraphModule, message: str) -> tuple[list[SourceLine], str]:
+    """Where the node was called that an error names, and a function of NumPy's that it calls.
+
+    An error of Inductor's names an operator of ``torch.library``, one of the interpreter of a graph the node.
+    """
+    numpys = _OF_NUMPY.search(message)
+    for node in module.graph.nodes:
+        if numpys is not None and node.name == numpys[1]:
+            return user_frames(node.stack_trace), f"numpy.{numpys[2]}"
+        if library_names(node.target) and str(node.target) in message:
+            return user_frames(node.stack_trace), ""
+    return [], ""
 
 
 def thunderfx(fn: Callable[..., Any], **options: Any) -> CompiledFunction:
