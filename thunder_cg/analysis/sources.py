@@ -92,7 +92,8 @@ def calling_line() -> SourceLine | None:
 
     What Dynamo has compiled has frames with the user's lines, too, below the one that runs it.
     """
-    frames = [frame for frame, _ in walk_stack(currentframe())]
+    # Without its own, which would refer to itself, so that what all of them hold would live until a garbage collection.
+    frames = [frame for frame, _ in walk_stack(currentframe())][1:]
     start = next((i for i, frame in enumerate(frames) if runs_compiled_code(frame.f_code)), 0)
     lines = (SourceLine(frame.f_code.co_filename, frame.f_lineno) for frame in frames[start:])
     return next((line for line in lines if line.is_users and _is_written(line.file)), None)
