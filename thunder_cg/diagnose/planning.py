@@ -90,8 +90,12 @@ def plan(
         counts = _failure(error, source)
     report = explain(jitted)
     note = "Planned, not run" if stand_in is None else f"Planned, not run: {stand_in} tensors stand for CUDA ones"
+    note += _ALIKE if stand_in == "cpu" else ""
     parts = {part.name: getattr(report, part.name) for part in fields(Report)} | counts
     return PlanReport(**{**parts, "note": f"{note}."})
+
+
+_ALIKE = "; with meta tensors, a plan also shows what is on the CPU"
 
 
 def _failure(error: Exception, source: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
@@ -41,6 +42,9 @@ from thunder_cg.report.programs import graph_name, jitted_parts, outside_of, par
 from thunder_cg.runtime.compilation import NAMES, name_of, with_advice
 from thunder_cg.transform import cudagraph_transform
 
+_logger = logging.getLogger(__name__)
+
+_FIRST_CALLS = 3  # of which the log says if none ran in Thunder
 _OF_ANOTHER = "a value of another piece"  # of the graph
 _OF_NUMPY = re.compile(r"While executing %(\w+) .*\[target=[\w.]+\.wrapped_(\w+)\]")
 
@@ -180,8 +184,8 @@ def compile_with(fn: Callable[..., Any], **options: Any) -> CompiledFunction:
     backend = Compiler(**{name: value for name, value in options.items() if name not in for_dynamo})
     backend.function, backend.parameters = name_of(fn), _parameters(fn)
     compiled = CompiledFunction(backend, torch.compile(fn, backend=backend, **for_dynamo), copied)
-    if any(getattr(getattr(each, "options", None), "strict", False) for each in transforms):
-        compiled.after_call = _RefusesPlainPython(backend)
+    is_strict = any(getattr(getattr(each, "options", None), "strict", False) for each in transforms)
+    compiled.after_call = _SeesPlainPython(backend, is_strict)
     return compiled
 
 
@@ -193,21 +197,31 @@ def _parameters(fn: Any) -> tuple[str, ...]:
     return tuple(names) if is_torchs_own and "args" not in names else ()
 
 
-class _RefusesPlainPython:
-    """For ``strict``. Raises `CaptureError` after a call in which nothing ran that Thunder had compiled.
+class _SeesPlainPython:
+    """Sees after a call whether anything ran that Thunder had compiled.
+
+    If not, `CaptureError` with ``strict``; else the log warns once if none of the first calls did.
 
     What has an ``__dict__`` would be part of the state of a graphed step, and these numbers change.
     """
 
-    __slots__ = ("_backend", "_calls", "_ran")
+    __slots__ = ("_backend", "_calls", "_is_done", "_is_strict", "_ran")
 
-    def __init__(self, backend: Compiler) -> None:
-        self._backend, self._calls, self._ran = backend, 0, 0
+    def __init__(self, backend: Compiler, is_strict: bool) -> None:
+        self._backend, self._is_strict, self._is_done, self._calls, self._ran = backend, is_strict, False, 0, 0
 
     def __call__(self) -> None:
+        if self._is_done:
+            return
         before, self._calls = self._ran, self._calls + 1
         self._ran = sum(thunder.compile_stats(jitted).calls for jitted in jitted_parts(self._backend))
-        if self._ran == before:
-            problem = "it ran without Thunder, in plain Python or in Inductor"
-            fix = "print(thunder_cg.explain(fn)) says why, at which line, and what to change"
-            raise CaptureError(f"{self._backend.function}, call {self._calls}", problem, fix)
+        problem = "ran without Thunder, in plain Python or in Inductor"
+        fix = "print(thunder_cg.explain(fn)) says why, at which line, and what to change"
+        if self._ran == before and self._is_strict:
+            raise CaptureError(f"{self._backend.function}, call {self._calls}", f"it {problem}", fix)
+        if not self._is_strict and (self._ran or self._calls == _FIRST_CALLS):
+            self._is_done = True
+            if not self._ran:
+                _logger.warning(
+                    "%s: all of the first %d calls %s; %s", self._backend.function, _FIRST_CALLS, problem, fix
+                )
