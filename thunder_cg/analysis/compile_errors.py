@@ -85,6 +85,9 @@ _HINTS: dict[tuple[str, ...], str] = {
     ("torch._ops.", r"call function \w+::\w+", "not registered"):
         "for an operator of torch.library, use thunder_cg.thunderfx, which keeps it, or register it with an executor "
         "of Thunder's (README, Your own operator)",
+    ("Failed to find an executor",):
+        "for an operator of torch.library that is registered with Thunder, pass "
+        "executors=[thunder.executors.custom_op_ex.custom_op_ex, *thunder.get_default_executors()]",
     ("Trying to call function torch.",):
         "for a function that Thunder does not know, use thunder_cg.thunderfx, which keeps it or leaves it to Inductor",
 }

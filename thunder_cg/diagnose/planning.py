@@ -89,10 +89,9 @@ def plan(
     except Exception as error:
         counts = _failure(error, source)
     report = explain(jitted)
-    note = "Planned, not run" if stand_in is None else f"Planned, not run: {stand_in} tensors stand for CUDA ones"
-    note += _ALIKE if stand_in == "cpu" else ""
+    stood = f": {stand_in} tensors stand for CUDA ones{_ALIKE * (stand_in == 'cpu')}" if stand_in is not None else ""
     parts = {part.name: getattr(report, part.name) for part in fields(Report)} | counts
-    return PlanReport(**{**parts, "note": f"{note}."})
+    return PlanReport(**{**parts, "note": f"Planned, not run{stood}."})
 
 
 _ALIKE = "; with meta tensors, a plan also shows what is on the CPU"
