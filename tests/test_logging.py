@@ -237,3 +237,23 @@ def test_anomaly_detection_that_raises_in_thunders_backward(caplog, monkeypatch,
 
 def wave(x: torch.Tensor) -> torch.Tensor:
     return torch.sin(x) * 2
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_thunderfx_warns_if_dynamo_leaves_all_to_python(lines: Any, is_first: bool) -> None:
+    def halving(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            if x.sum() > 1:
+                x = x / 2
+        return x
+
+    def halving_later(x: torch.Tensor) -> torch.Tensor:
+        return halving(torch.sin(x) * 8)
+
+    torch._dynamo.reset()
+    compiled_fn = thunderfx(halving if is_first else halving_later, backend="tape")
+    for _ in range(5):
+        compiled_fn(torch.ones(2, 3))
+    said = [text for level, text in lines() if level == "WARNING"]
+    ends = "all of the first 3 calls ran without Thunder, in plain Python or in Inductor; print(thunder_cg.explain("
+    assert [ends in text for text in said] == [True] * is_first

@@ -86,7 +86,7 @@ def test_what_the_forward_captures_is_no_cause_in_the_backward(traces_of, on_cpu
 
 def test_strict_ops_names_the_root_cause(trace):
     t = trace().add("a b", "x").add("x b", "y").item("y", "n0").op("mul", "y n0", "z").add("z b", "u").returns("u")
-    said = r"Tensor.item at model.py:7: runs eagerly, which makes 3 of 3 eager ops so: .*; .*or drop strict=.ops."
+    said = r"Tensor.item at model.py:7: runs eagerly, the cause of 3 of 3 eager ops: .*; .*or drop strict=.ops."
     with pytest.raises(CaptureError, match=said):
         refuse_eager_ops(t.done(), t.plan(), Aliasing.of(t.done()))
     whole = trace().add("a b", "x").add("x b", "y").returns("y")

@@ -980,6 +980,27 @@ def test_numbers_that_are_only_counted(backend, device):
     assert sum(trace.regions[0].replays for trace in traces) == 15 - 3, "each has one warm-up"
 
 
+def test_numbers_that_a_module_counts(backend, device):
+    """PyTorch's Dynamo compiles anew for each integer of a module."""
+
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return torch.sin(x) * 2 if self.calls < 20 else x
+
+    module, x = Counting(), torch.ones(3, device=device)
+    graphed = thunderfx(module, backend=backend)
+    for _ in range(8):
+        same(graphed(x), torch.sin(x) * 2)
+    report = explain(graphed)
+    assert module.calls == 8 and len(report.traces) == 2 and sum(trace.replays for trace in report.traces) == 5
+    assert "make self.calls a tensor, and change it in place; if it bounds a slice" in str(report)
+
+
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_a_gradient_at_a_graph_break(backend, device, create_graph):
     """``torch.autograd.grad`` runs Thunder's nodes under Dynamo's eyes, which compiles nothing of them."""

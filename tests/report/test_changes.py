@@ -13,7 +13,8 @@ from torch import nn
 
 from thunder_cg import CaptureError, explain, thunderfx
 from thunder_cg.report import ChangeReport
-from thunder_cg.runtime.changes import FEW, for_shapes
+from thunder_cg.report.opening import _fewer_of_one
+from thunder_cg.runtime.changes import FEW, IF_CACHE, for_numbers, for_shapes
 
 
 class Scaled(nn.Module):
@@ -260,3 +261,36 @@ def test_numbers_have_the_names_of_the_users_code(transform, device):
     number, shape = explain(jitted).changes
     assert (number.names, shape.names) == (("others[0]", "by", "k"), ("x[0]",))
     assert number.problem.startswith("2 values of the Python number others[0] and 2 more so far (0, 1)")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [
+        ([1, 2], "; if it bounds a slice, "),
+        ([0.1, 0.5], "; if it is the p of a dropout"),
+        ([0.5, 1.5], ""),
+        ([1, 0.5], ""),
+    ],
+)
+def test_what_to_do_about_a_number_goes_by_its_values(numbers, said) -> None:
+    assert for_numbers(numbers).startswith(said) and bool(for_numbers(numbers)) == bool(said)
+
+
+def test_of_shapes_that_grow_a_cache_comes_first() -> None:
+    grows = for_shapes([(1, 4, 1, 8), (1, 4, 2, 8), (1, 4, 3, 8)])
+    assert grows.startswith(f"{IF_CACHE}; else pad to a few sizes")
+    assert IF_CACHE not in for_shapes([(1, 4), (1, 7), (1, 3)])
+
+
+@pytest.mark.parametrize(
+    ("condition", "said"),
+    [
+        ("n == 0", "pass n as a 0-dim tensor; if it bounds a slice, "),
+        ("self.p == 0.25", "make self.p a tensor, and change it in place; if it is the p of a dropout, "),
+        ("self.keys is None", "make self.keys before the first call; if it is a cache"),
+        ("tensor 'x' requires_grad mismatch. expected requires_grad=0", "inputs with a gradient and those without"),
+        ("name == 'l1'", "keep it to a few values"),
+    ],
+)
+def test_what_to_do_about_a_condition_of_dynamos(condition, said) -> None:
+    assert _fewer_of_one("f (train.py:3)", condition).startswith(said)

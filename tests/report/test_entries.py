@@ -138,6 +138,18 @@ def test_checkpointing_says_that_nothing_replays_and_how_it_would(net, x, transf
     assert "for x float32 (2, 4) with strides (4, 1); " in str(explain(net)), "calls that run eagerly have strides, too"
 
 
+def test_each_line_that_checkpoints_is_named(net, x):
+    for _ in range(2):
+        line = inspect.currentframe().f_lineno + 1
+        y = checkpoint(net, x, use_reentrant=False)
+        z = checkpoint(net, x, use_reentrant=False)
+        with torch.autograd.graph.save_on_cpu():
+            z = z + net(x)
+        (y + z).sum().backward()  # repeats the forwards, which is no other line to change
+    places = f"at test_entries.py:{line}, test_entries.py:{line + 1} and test_entries.py:{line + 3}, call torch.utils"
+    assert f"hooks are active: {places}" in str(explain(net))
+
+
 def test_the_line_that_checkpoints_what_dynamo_has_compiled(x, backend):
     """Not the line of the function, whose code Dynamo runs."""
     torch._dynamo.reset()

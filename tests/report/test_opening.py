@@ -6,11 +6,13 @@ from dataclasses import replace
 from html import escape
 from typing import Any
 
+import numpy as np
 import pytest
 import thunder
 import torch
 from thunder.core.interpreter import InterpreterError, ProvenanceRecord, PseudoInst
 from torch import nn
+from torch.nn.functional import one_hot
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -168,7 +170,7 @@ def test_what_thunder_raises_of_a_module_has_a_note(transform, device) -> None:
             f"Thunder raised this while it compiled Branches: NotImplementedError at {line}: casting"
         )
         assert "To try: for a branch on what a tensor holds, or for int(), float()" in note
-        assert "of it, choose with torch.where(condition, a, b) if it is a branch, or use thunder_cg.thunderfx" in note
+        assert "of it, choose with torch.where(condition, a, b) if it is a branch; or use thunder_cg.thunderfx" in note
 
 
 def test_what_others_compile_has_no_note(transform) -> None:
@@ -198,7 +200,9 @@ def test_an_operator_for_which_thunder_has_no_gradient(backend, device) -> None:
 @pytest.mark.parametrize(
     ("fn", "advice"),
     [
-        (lambda x: x * float(x.max()), "for a branch on what a tensor holds, or for int(), float() or"),
+        (lambda x: x * float(x.max()), "for what Python reads from a tensor, leave the read out: operators take a"),
+        (lambda x: x * sum(x.tolist()), "for what Python reads from a tensor, Tensor.unbind in the place of tolist()"),
+        (lambda x: one_hot(x.long()), "pass num_classes, for which Thunder has no default, to one_hot"),
         (lambda x: x if torch.equal(x, x) else x + 1, "for a branch on what a tensor holds"),
         (
             lambda x: x / x.int().sum().item(),
@@ -214,10 +218,10 @@ def test_an_operator_for_which_thunder_has_no_gradient(backend, device) -> None:
             lambda x: pack_padded_sequence(x.view(1, 3, 1), torch.tensor([3]), batch_first=True).data,
             "for a packed sequence, give the layer the padded tensor",
         ),
-        (lambda x: x + x.numpy().sum(), "for NumPy in what is compiled, call PyTorch's function of that name, or use"),
+        (lambda x: x + x.numpy().sum(), "for NumPy in what is compiled, call PyTorch's function for it, with care for"),
         (lambda x: x + x.nothing(), "call the function without Thunder: if that raises too, fix the function"),
     ],
-    ids=["float", "equal", "item", "size", "nonzero", "linspace", "packed", "numpy", "unknown"],
+    ids=["float", "tolist", "one_hot", "equal", "item", "size", "nonzero", "linspace", "packed", "numpy", "unknown"],
 )
 def test_what_to_try_goes_by_what_thunder_raised(fn, advice) -> None:
     said = str(plan(fn, torch.ones(3)))
@@ -324,6 +328,41 @@ def test_a_graph_of_dynamos_that_thunder_cannot_compile(monkeypatch: pytest.Monk
     assert "in 2 of 4 calls: " in said and "halves, graph 1: RuntimeError at test_opening.py:" in said
     assert "\nTo try: call the function without Thunder: if that raises too, fix the function; if not, keep" in said
     assert "use thunder_cg.thunderfx" not in said and "torch.compiler.disable around a function of yours" in said
+
+
+def test_numpy_that_thunderfx_cannot_take() -> None:
+    """The error names an operator of PyTorch's, and no line."""
+
+    def middle(x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(x - float(np.median(x.numpy()))) * 2
+
+    compiled = thunderfx(middle, backend="tape")
+    for _ in range(3):
+        compiled(torch.ones(3))
+    (said,) = str(explain(compiled)).splitlines()
+    assert said.startswith("Nothing is compiled. Dynamo or Thunder raised while it compiled, 1 time: DataDep")
+    line = f"test_opening.py:{middle.__code__.co_firstlineno + 1}"
+    assert f" at {line}: aten.equal.default, in numpy.median. To try: for NumPy" in said
+    assert said.endswith("divide by n - 1. 3 calls ran in plain Python, without Thunder.")
+
+
+def test_what_a_function_changes_that_it_reads(transform) -> None:
+    """Thunder changes it while it traces, and its own check raises, after it has compiled the function."""
+    counts = {"calls": 0}
+
+    def counting(x: torch.Tensor) -> torch.Tensor:
+        counts["calls"] += 1
+        return torch.sin(x) * 2
+
+    jitted = thunder.jit(counting, transforms=[transform()])
+    with pytest.raises(RuntimeError, match="to be equal to"):
+        jitted(torch.ones(3))
+    first, *lines = str(explain(jitted)).splitlines()
+    assert first.startswith("CUDA graphs: none, in 1 call; ")
+    assert "Thunder raised while it compiled, in 1 of 1 call: RuntimeError: Expected 1 to be equal to" in "\n".join(
+        lines
+    )
+    assert any(line.startswith("To try: for a number in a global variable, a list or a dictionary") for line in lines)
 
 
 @pytest.mark.parametrize("where", ["", "f, graph 2: "])

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from thunder_cg import cudagraph_transform, explain
-from thunder_cg.report import CollectiveReport, Report, units
+from thunder_cg.report import CollectiveReport, Report, text, units
 
 
 def test_every_region_has_its_counts_and_bytes(report: Report) -> None:
@@ -100,3 +100,15 @@ def test_entries_that_differ_in_sizes_are_a_line_each(backend, device) -> None:
     for rows in range(4, 14):
         model(torch.randn(rows, 4, device=device))
     assert str(explain(model)).endswith(" more: see explain(fn).memory")
+
+
+def test_versions_with_other_ops_are_shown_up_to_a_bound() -> None:
+    def adds(x: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:
+        return sum((each.sin() for each in others), x.sin())
+
+    jitted = thunder.jit(adds, transforms=[cudagraph_transform(backend="tape")])
+    for number in range(1, text._MOST_VERSIONS + 3):
+        jitted(torch.ones(2), [torch.ones(2)] * number)
+    said = str(explain(jitted))
+    assert said.count("adds, forward, compiled version ") == text._MOST_VERSIONS
+    assert ".adds, forward: 2 more compiled versions with other ops: see explain(fn).traces\n" in said

@@ -89,6 +89,26 @@ jsine = thunder.jit(lambda x: torch.sin(x) * 2, transforms=[cudagraph_transform(
 """
 
 
+def test_explain_finds_parts_of_modules_and_what_lists_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "parts.py"
+    path.write_text(
+        f"{SINE}model, functions = torch.nn.Sequential(torch.nn.Tanh()), [jsine, torch.cos]\ndel jsine\n"
+        "model.part = thunder.jit(torch.nn.Softplus(), transforms=[cudagraph_transform(backend='tape')])\n"
+        "for size in (2, 3, 4): functions[0](torch.ones(size)), model.part(torch.ones(size))\n"
+    )
+    assert main(["explain", str(path)]) == 1
+    said = capsys.readouterr()
+    assert [line for line in said.out.splitlines() if line.endswith(":")][:1] == ["model.part:"]
+    assert (
+        "\nfunctions[0]:\nCUDA graphs: 0 of 3 calls replayed; 3 regions with 6 of 6 ops in 3 compiled versions"
+        in said.out
+    )
+    line = said.err.splitlines()[-1]
+    assert line.startswith(
+        "not captured: functions[0]: the forward of <lambda>, 3 compiled versions, which ran 1 time each"
+    )
+
+
 def test_explain_ends_as_a_script_that_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "fails.py"
     path.write_text(f"{SINE}for _ in range(3): jsine(torch.ones(3))\nraise SystemExit('no data')")

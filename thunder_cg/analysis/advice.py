@@ -38,7 +38,10 @@ _MASKED = (
     "with zeros where x[mask] has nothing; a bias makes them other numbers, so mask once more before a sum, and a mean "
     "divides it by mask.sum()"
 )
-_ROWS = f"nonzero_static(mask, size=n) in the place of nonzero and torch.where(mask), with n rows always; or {_MASKED}"
+_ROWS = (
+    "nonzero_static(mask, size=n) in the place of nonzero and torch.where(mask), with n rows always, filled up with -1"
+    f"; or {_MASKED}"
+)
 _OF_SIZE = {  # by what is in the name of the operator, in the line, or in the message of an error
     "bincount": "(x[:, None] == torch.arange(n)).sum(0) in the place of bincount",
     "repeat": "x[torch.searchsorted(counts.cumsum(0), torch.arange(n), right=True)] in the place of "

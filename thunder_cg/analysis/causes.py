@@ -61,7 +61,7 @@ def refuse_eager_ops(ops: Ops, plan: Plan, aliasing: Aliasing) -> None:
         if plan.verdicts[cause.ops[0]].reason is Reason.TOO_SMALL:
             continue
         total = len(_eager(ops, plan))
-        more = f", which makes {cause.eager_ops} of {total} eager ops so" if total > 1 else ""
+        more = f", the cause of {cause.eager_ops} of {total} eager ops" if total > 1 else ""
         problem = f"runs eagerly{more}: {cause.reason} ({cause.detail})"
         raise CaptureError(f"{cause.name} {cause.place}", problem, cause.fix, option='strict="ops"')
 

@@ -301,7 +301,7 @@ class _Classifier:
         ((device, name),) = devices.items()
         if device.split(":")[0] == self.device_type:
             return None
-        value, fix = "its result", f"let it make its result on a {self.device_type} device"
+        value, fix = "its result", f"let it make its result on a {self.device_type} device, as with device=x.device"
         if name in op.inputs:
             value = self.ops.described(name)
             fix = f"move {value} to a {self.device_type} device before it"

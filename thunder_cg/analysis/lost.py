@@ -19,7 +19,8 @@ _BRANCH = (
 )
 _ASSIGNED = (
     "is assigned while Thunder traces, and in no call; return the value, or write it into a buffer, as with "
-    "self.buffer.copy_(value), or compile with thunder_cg.thunderfx, which assigns it"
+    "self.buffer.copy_(value) (README, Inference with a KV cache), or compile with thunder_cg.thunderfx, which assigns "
+    "it"
 )
 _CONSTANT = (
     "is the tensor that was there when Thunder traced, in all calls; take items out of containers one by one, as with "

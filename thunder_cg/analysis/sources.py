@@ -92,7 +92,8 @@ def calling_line() -> SourceLine | None:
 
     What Dynamo has compiled has frames with the user's lines, too, below the one that runs it.
     """
-    frames = [frame for frame, _ in walk_stack(currentframe())]
+    # Without its own, which would refer to itself, so that what all of them hold would live until a garbage collection.
+    frames = [frame for frame, _ in walk_stack(currentframe())][1:]
     start = next((i for i, frame in enumerate(frames) if runs_compiled_code(frame.f_code)), 0)
     lines = (SourceLine(frame.f_code.co_filename, frame.f_lineno) for frame in frames[start:])
     return next((line for line in lines if line.is_users and _is_written(line.file)), None)
@@ -112,10 +113,8 @@ def described(error: BaseException, stacks: Stacks = _NO_STACKS, at: str | None 
     Args:
         at: the line, if it is known; else the traceback says it.
     """
-    errors = [each for each in (error, error.__cause__) if each is not None]
-    lines = [line for each in errors for line in _lines_of(each, stacks)]
-    cause = error.__cause__ if lines and error.__cause__ is not None else error
-    lines = lines or [*_traced_lines(error, stacks)]
+    raised, lines = _raised_at(error, stacks)
+    cause = error.__cause__ if raised and error.__cause__ is not None else error
     own = [line for line in lines if not line.is_installed]
     where = f" at {at or called_from([*own[-1:], *lines[-1:]])}" if at or lines else ""
     said = re.sub(r"ProvenanceRecord\(\n.*?^\)\s*", f"{LOOKED_UP} ", str(cause), flags=re.MULTILINE | re.DOTALL)
@@ -126,6 +125,19 @@ def described(error: BaseException, stacks: Stacks = _NO_STACKS, at: str | None 
             said = said.replace(cut[0], f"{cut[1]}::{called[0]}")
     said = re.sub(r"<(?:built-in )?(?:method|function) (\S+?)(?: (?:of|at) [^>]*)?>(?!\.)", r"\1", said)
     return f"{type(cause).__name__}{where}: {said or 'no message'}"
+
+
+def line_of(error: BaseException, stacks: Stacks = _NO_STACKS) -> SourceLine | None:
+    """The innermost line of the user's code at which an error was raised; None if it is not known."""
+    _, lines = _raised_at(error, stacks)
+    return next((line for line in reversed(lines) if not line.is_installed), None)
+
+
+def _raised_at(error: BaseException, stacks: Stacks) -> tuple[bool, list[SourceLine]]:
+    """Whether the error or its cause was raised in the user's code, and the lines, or those that a transform was at."""
+    errors = [each for each in (error, error.__cause__) if each is not None]
+    lines = [line for each in errors for line in _lines_of(each, stacks)]
+    return bool(lines), lines or [*_traced_lines(error, stacks)]
 
 
 def _lines_of(error: BaseException, stacks: Stacks) -> list[SourceLine]:

@@ -50,9 +50,9 @@ def dynamo_callback(fn: Any) -> Any | None:
 def scope_dynamo(function: Any) -> None:
     """Has Dynamo trace a compiled function in these ways.
 
-    Sizes and floats are dynamic by this function's calls alone, floats are constant at first, calls of loggers are made
-    after the graph, the limit of recompilations counts the versions of this function alone, and nothing is compiled of
-    a backward.
+    Sizes, floats and integers, those of modules too, are dynamic by this function's calls alone, floats are constant at
+    first, calls of loggers are made after the graph, the limit of recompilations counts the versions of this function
+    alone, and nothing is compiled of a backward.
     """
     callback = dynamo_callback(function)
     convert = getattr(callback, "_torchdynamo_orig_backend", None)
@@ -70,6 +70,7 @@ def scope_dynamo(function: Any) -> None:
             _reading_constants(),
             _counting_versions_of(backend),
             _own_reasons_first(),
+            config.patch(allow_unspec_int_on_nn_module=True),
         ):
             return convert(frame, *args, skip=skip + 1, **kwargs)
 

@@ -66,8 +66,12 @@ def is_pythons(file: str) -> bool:
 
 
 def is_tracers(file: str) -> bool:
-    """Whether a file is Thunder's or this package's, which call operators for the user."""
-    return file.startswith(_THUNDER) or (file.startswith(_PACKAGE) and not file.startswith(_TOOLS))
+    """Whether a file is Thunder's or this package's, which call operators for the user, or stands for a trace."""
+    return bool(
+        file.startswith(_THUNDER)
+        or (file.startswith(_PACKAGE) and not file.startswith(_TOOLS))
+        or re.fullmatch(r"thunder\.\w+_\d+", file)
+    )
 
 
 @cache

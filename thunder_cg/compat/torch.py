@@ -389,9 +389,14 @@ ProfilerRange: Any = torch._C._profiler._RecordFunctionFast
 engine_will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
 
+def in_backward() -> bool:
+    """Whether a backward is under way on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def backward_keeps_graph() -> bool:
     """Whether a backward is under way on this thread that keeps its graph for another one."""
-    return torch._C._current_graph_task_id() != -1 and torch._C._autograd._get_current_graph_task_keep_graph()
+    return in_backward() and torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def function_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:

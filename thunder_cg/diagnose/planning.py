@@ -11,7 +11,7 @@ from typing import Any
 import thunder
 import torch
 
-from thunder_cg.analysis.sources import described
+from thunder_cg.analysis.sources import described, line_of
 from thunder_cg.compat.compiled import OPTIONS, computation_and_inputs
 from thunder_cg.compat.torch import tensors_in, tree_map_only
 from thunder_cg.diagnose.compiling import compiled_as, original, refuse_sharded, transform_of
@@ -19,7 +19,7 @@ from thunder_cg.errors import CudagraphError, NotCompiledError, OptionError
 from thunder_cg.options import Options, taken_from
 from thunder_cg.report.programs import made_by
 from thunder_cg.report.report import Report, explain
-from thunder_cg.runtime.compilation import name_of
+from thunder_cg.runtime.compilation import name_of, with_advice
 from thunder_cg.transform import CudagraphTransform
 
 
@@ -87,11 +87,20 @@ def plan(
     except CudagraphError:
         raise
     except Exception as error:
-        counts = {"calls": 1, "compile_failures": 1, "compile_failure": described(error)}
+        counts = _failure(error, source)
     report = explain(jitted)
-    note = "Planned, not run" if stand_in is None else f"Planned, not run: {stand_in} tensors stand for CUDA ones"
+    stood = f": {stand_in} tensors stand for CUDA ones{_ALIKE * (stand_in == 'cpu')}" if stand_in is not None else ""
     parts = {part.name: getattr(report, part.name) for part in fields(Report)} | counts
-    return PlanReport(**{**parts, "note": f"{note}."})
+    return PlanReport(**{**parts, "note": f"Planned, not run{stood}."})
+
+
+_ALIKE = "; with meta tensors, a plan also shows what is on the CPU"
+
+
+def _failure(error: Exception, source: Any) -> dict[str, Any]:
+    """What a report has of an error that Thunder raised in its only call."""
+    said = with_advice(error, name_of(source), described(error), line_of(error), is_of_dynamo=False)
+    return {"calls": 1, "compile_failures": 1, "compile_failure": said}
 
 
 def _refuse_arguments(options: Mapping[str, Any], source: Any) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from traceback import FrameSummary
@@ -12,7 +14,7 @@ from unittest.mock import patch
 import thunder
 import torch
 
-from thunder_cg.analysis.sources import SourceLine, called_from, described, user_frames, users
+from thunder_cg.analysis.sources import SourceLine, called_from, described, line_of, user_frames, users
 from thunder_cg.compat.compiled import NAME, OPTIONS
 from thunder_cg.compat.dynamo import (
     CompiledFunction,
@@ -37,10 +39,14 @@ from thunder_cg.errors import CaptureError, OptionError, TransformConflictError
 from thunder_cg.options import taken_from
 from thunder_cg.progress import Stage
 from thunder_cg.report.programs import graph_name, jitted_parts, outside_of, part_name, refuse_compiled
-from thunder_cg.runtime.compilation import NAMES, name_of, note_what_to_try
+from thunder_cg.runtime.compilation import NAMES, name_of, with_advice
 from thunder_cg.transform import cudagraph_transform
 
+_logger = logging.getLogger(__name__)
+
+_FIRST_CALLS = 3  # of which the log says if none ran in Thunder
 _OF_ANOTHER = "a value of another piece"  # of the graph
+_OF_NUMPY = re.compile(r"While executing %(\w+) .*\[target=[\w.]+\.wrapped_(\w+)\]")
 
 
 class Compiler(ThunderCompiler):
@@ -87,7 +93,7 @@ class Compiler(ThunderCompiler):
         except TensorifyScalarRestartAnalysis:
             raise
         except Exception as error:
-            self._note_failure(error, _stack_of_named_operator(module, str(error)))
+            self._note_failure(error, *_named_node(module, str(error)))
             raise
         self.inputs[len(self.subgraph_infos) - 1] = of_graph
         self._name_parts(names)
@@ -103,11 +109,18 @@ class Compiler(ThunderCompiler):
         """Keeps what Dynamo raised before it had a graph."""
         self._note_failure(error, users([SourceLine(frame.filename, frame.lineno or 0) for frame in stack]))
 
-    def _note_failure(self, error: Exception, stack: Sequence[SourceLine]) -> None:
-        """Keeps what was raised, and where, and notes on the error what to try. ``stack`` is empty if not known."""
+    def _note_failure(self, error: Exception, stack: Sequence[SourceLine], operator: str = "") -> None:
+        """Keeps what was raised, and where, and notes on the error what to try.
+
+        Args:
+            stack: empty if it is not known.
+            operator: that is to be named, as the error does not say which one it is.
+        """
         self.failures += 1
-        self.failure = described(error, at=called_from(stack))
-        note_what_to_try(error, self.function, self.failure, is_of_dynamo=True)
+        problem = described(error, at=called_from(stack))
+        problem = f"{problem}, in {operator}" if operator else problem
+        line = stack[-1] if stack else line_of(error)
+        self.failure = with_advice(error, self.function, problem, line, is_of_dynamo=True)
 
     def _split(self, module: torch.fx.GraphModule, *inputs: Any) -> Any:
         """Thunder's own ``__call__``, with fusions of consecutive operators where `order_counts`."""
@@ -133,10 +146,18 @@ class Compiler(ThunderCompiler):
                 module.meta |= {NAME: part_name(graph, number, len(parts)), NAMES: said}
 
 
-def _stack_of_named_operator(module: torch.fx.GraphModule, message: str) -> list[SourceLine]:
-    """Where the operator of ``torch.library`` is called that an error of Inductor's names; nothing if it names none."""
-    called = (node for node in module.graph.nodes if library_names(node.target) and str(node.target) in message)
-    return next((user_frames(node.stack_trace) for node in called), [])
+def _named_node(module: torch.fx.GraphModule, message: str) -> tuple[list[SourceLine], str]:
+    """Where the node was called that an error names, and a function of NumPy's that it calls.
+
+    An error of Inductor's names an operator of ``torch.library``, one of the interpreter of a graph the node.
+    """
+    numpys = _OF_NUMPY.search(message)
+    for node in module.graph.nodes:
+        if numpys is not None and node.name == numpys[1]:
+            return user_frames(node.stack_trace), f"numpy.{numpys[2]}"
+        if library_names(node.target) and str(node.target) in message:
+            return user_frames(node.stack_trace), ""
+    return [], ""
 
 
 def thunderfx(fn: Callable[..., Any], **options: Any) -> CompiledFunction:
@@ -165,8 +186,8 @@ def compile_with(fn: Callable[..., Any], **options: Any) -> CompiledFunction:
     backend = Compiler(**{name: value for name, value in options.items() if name not in for_dynamo})
     backend.function, backend.parameters = name_of(fn), _parameters(fn)
     compiled = CompiledFunction(backend, torch.compile(fn, backend=backend, **for_dynamo), copied)
-    if any(getattr(getattr(each, "options", None), "strict", False) for each in transforms):
-        compiled.after_call = _RefusesPlainPython(backend)
+    is_strict = any(getattr(getattr(each, "options", None), "strict", False) for each in transforms)
+    compiled.after_call = _SeesPlainPython(backend, is_strict)
     return compiled
 
 
@@ -178,21 +199,31 @@ def _parameters(fn: Any) -> tuple[str, ...]:
     return tuple(names) if is_torchs_own and "args" not in names else ()
 
 
-class _RefusesPlainPython:
-    """For ``strict``. Raises `CaptureError` after a call in which nothing ran that Thunder had compiled.
+class _SeesPlainPython:
+    """Sees after a call whether anything ran that Thunder had compiled.
+
+    If not, `CaptureError` with ``strict``; else the log warns once if none of the first calls did.
 
     What has an ``__dict__`` would be part of the state of a graphed step, and these numbers change.
     """
 
-    __slots__ = ("_backend", "_calls", "_ran")
+    __slots__ = ("_backend", "_calls", "_is_done", "_is_strict", "_ran")
 
-    def __init__(self, backend: Compiler) -> None:
-        self._backend, self._calls, self._ran = backend, 0, 0
+    def __init__(self, backend: Compiler, is_strict: bool) -> None:
+        self._backend, self._is_strict, self._is_done, self._calls, self._ran = backend, is_strict, False, 0, 0
 
     def __call__(self) -> None:
+        if self._is_done:
+            return
         before, self._calls = self._ran, self._calls + 1
         self._ran = sum(thunder.compile_stats(jitted).calls for jitted in jitted_parts(self._backend))
-        if self._ran == before:
-            problem = "it ran without Thunder, in plain Python or in Inductor"
-            fix = "print(thunder_cg.explain(fn)) says why, at which line, and what to change"
-            raise CaptureError(f"{self._backend.function}, call {self._calls}", problem, fix)
+        problem = "ran without Thunder, in plain Python or in Inductor"
+        fix = "print(thunder_cg.explain(fn)) says why, at which line, and what to change"
+        if self._ran == before and self._is_strict:
+            raise CaptureError(f"{self._backend.function}, call {self._calls}", f"it {problem}", fix)
+        if not self._is_strict and (self._ran or self._calls == _FIRST_CALLS):
+            self._is_done = True
+            if not self._ran:
+                _logger.warning(
+                    "%s: all of the first %d calls %s; %s", self._backend.function, _FIRST_CALLS, problem, fix
+                )

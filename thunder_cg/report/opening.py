@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from thunder_cg.analysis.compile_errors import compiler_name, to_try
+from thunder_cg.analysis.compile_errors import compiler_name
 from thunder_cg.compat.lines import BEFORE_BREAK
 from thunder_cg.report import lines
 from thunder_cg.report.breaks import is_after_break
 from thunder_cg.report.units import count
-from thunder_cg.runtime.changes import FEW, IF_CACHE, IF_DROPOUT, VERSIONS, for_shapes
+from thunder_cg.runtime.changes import FEW, IF_CACHE, VERSIONS, for_numbers, for_shapes
 
 if TYPE_CHECKING:
     from thunder_cg.report.entries import ChangeReport
@@ -27,22 +28,23 @@ _NO_GRAPH = (
     "under torch.compiler.set_stance; or after torch._dynamo.config.recompile_limit was reached by the same code; "
     'TORCH_LOGS="dynamo" says more'
 )
-_FEWER = f"pass what changes from call to call as a tensor, or keep it to a few values; {IF_CACHE}; {IF_DROPOUT}"
+_FEWER = f"pass what changes from call to call as a tensor, or keep it to a few values; {IF_CACHE}"
 _AFTER_BREAK = "change what ends the graph there, as said below"
 _SIGNS = {  # of conditions, and what to do to meet them more often
     "a hook of": "have the hook write to a tensor in place",
-    " is (not )?None$": f"make it before the first call; {IF_CACHE}",
+    "requires_grad mismatch": "inputs with a gradient and those without have a version each, so nothing has to change",
     "dtype mismatch": "cast to one dtype before the call",
     r"^len\(kwargs\)": "pass the same keyword arguments in each call",
     r"^(len\(|not )": f"keep the length; {IF_CACHE}; if the call adds to it, add after the call",
     "[=!]= '": "keep it to a few values",
 }
 _OF_SIZE = re.compile(r"(?: size mismatch at index |\.size\(\)\[)(\d+)(?:\. expected |\] != )(\d+)(?:, actual (\d+))?")
-_OWN_NUMBER = re.compile(r"(\w+(?:\.\w+)+) [=!<>]=? -?[\d.]+")
+_NUMBER = re.compile(r"(\w+(?:\.\w+)*) [=!<>]=? (-?[\d.]+)$")
+_UNSET = re.compile(r"(\w+(?:\.\w+)*) is (?:not )?None$")
 _OWN_LIST = re.compile(r"(?:not |len\()(\w+(?:\.\w+)+)")
 _RAISE_LIMIT = (
-    "set torch._dynamo.config.recompile_limit higher before the calls; where it is reached already, call "
-    "torch._dynamo.reset(), after which Dynamo compiles everything anew"
+    "set torch._dynamo.config.recompile_limit higher before the calls, if there are only a few more versions to make; "
+    "where it is reached already, call torch._dynamo.reset(), after which Dynamo compiles everything anew"
 )
 _FEW_GRAPHS = 3  # that ran once, as each part of a function does in its first call
 
@@ -84,10 +86,10 @@ def failures(report: Report) -> Iterator[str]:
     """In how many calls Thunder could not compile the function, where, and what to try."""
     if report.compile_failures:
         who = compiler_name(is_of_dynamo=report.is_of_dynamo)
-        said = f"{who} raised while it compiled, in {report.compile_failures:,} of {count(report.calls, 'call')}"
-        yield f"{said}: {report.compile_failure or 'it was interrupted'}."
-        if report.compile_failure and (hint := to_try(report.compile_failure, is_of_dynamo=report.is_of_dynamo)):
-            yield f"To try: {hint}."
+        times = f"in {report.compile_failures:,} of {count(report.calls, 'call')}"
+        times = count(report.compile_failures, "time") if report.python_calls else times  # in which nothing was raised
+        said = f"{who} raised while it compiled, {times}: {report.compile_failure or 'it was interrupted'}."
+        yield from said.splitlines()
 
 
 def left_to_python(report: Report) -> Iterator[str]:
@@ -103,7 +105,7 @@ def in_python(report: Report) -> Iterator[str]:
     if report.python_calls or has_none:
         others = "more " if report.traces else ""
         calls = count(report.python_calls, f"{others}call") if report.python_calls else "Its calls"
-        is_known = report.limits or (report.breaks and not report.traces)
+        is_known = report.limits or ((report.breaks or report.compile_failures) and not report.traces)
         yield f"{calls} ran in plain Python, without Thunder{'.' if is_known else f': {_NO_GRAPH}.'}"
     for each in report.limits:
         shared = "" if report.traces else ", of other functions or instances with the same code"
@@ -149,8 +151,11 @@ def _fewer_of_one(function: str, condition: str) -> str:
         return for_shapes([(*[0] * dim, each) for each in sizes])
     if (found := _OWN_LIST.match(condition)) is not None:
         return f"add to {found[1]} after the call, not in it"
-    if (found := _OWN_NUMBER.match(condition)) is not None:
-        return f"make {found[1]} a tensor, and change it in place; {IF_DROPOUT}"
+    if (found := _NUMBER.match(condition)) is not None:
+        how = "make {} a tensor, and change it in place" if "." in found[1] else "pass {} as a 0-dim tensor"
+        return f"{how.format(found[1])}{for_numbers([ast.literal_eval(found[2])])}"
+    if (found := _UNSET.match(condition)) is not None:
+        return f"make {found[1]} before the first call; {IF_CACHE}"
     return next((fix for sign, fix in _SIGNS.items() if re.search(sign, condition)), _FEWER)
 
 
@@ -176,7 +181,8 @@ def ran(report: Report) -> Iterator[str]:
             of = f" of {graphs} graphs" if graphs > 1 and kind == "forward" else ""
             said.append(f"{sum(trace.replays for trace in of_kind):,} of {count(calls, noun)}{of}")
     if not any(trace.calls for trace in having):
-        yield f"none, in {count(report.calls, 'call')}" if without else "no call yet" if having else "none"
+        ran_once = without or report.compile_failures
+        yield f"none, in {count(report.calls, 'call')}" if ran_once else "no call yet" if having else "none"
         return
     yield f"{' and '.join(said)} replayed"
     if why := [*_not_replayed(report, having, without)]:
@@ -279,7 +285,9 @@ def headline(traces: Sequence[TraceReport]) -> str:
     counts = sum((trace.counts for trace in traces), Counter[str]())
     regions = sum(len(trace.regions) for trace in traces)
     work = counts["capture"] + counts["eager"]
-    held = f"{count(regions, 'region')} with {counts['capture']:,} of {count(work, 'op')}"
+    versions = {(trace.function, trace.entry) for trace in traces}
+    of = f" in {len(versions):,} compiled versions" if len(versions) > len({name for name, _ in versions}) else ""
+    held = f"{count(regions, 'region')} with {counts['capture']:,} of {count(work, 'op')}{of}"
     return f"{held}; {count(counts['eager'], 'op')} eager"
 
 

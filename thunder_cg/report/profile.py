@@ -26,7 +26,7 @@ from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.compiled import computation_and_inputs
 from thunder_cg.compat.torch import tree_map_only
 from thunder_cg.executor import executor
-from thunder_cg.report.programs import compile_failures, jitted_parts, locate, that_counts
+from thunder_cg.report.programs import failed_calls, jitted_parts, locate, that_counts
 from thunder_cg.report.state import state_kept
 from thunder_cg.runtime.backend import Timer
 from thunder_cg.runtime.functions import unused
@@ -72,7 +72,7 @@ def _uncounted(fn: Any) -> Iterator[None]:
     of_function = counting.counts if counting is not None else None
     counts = {id(each.program): each.program.counts() for each in locate(fn).programs}
     replays = {each: each.replays for each in _recordings(fn)}
-    calls = {id(part): (thunder.compile_stats(part).calls, compile_failures(part)) for part in jitted_parts(fn)}
+    calls = {id(part): (thunder.compile_stats(part).calls, failed_calls(part)) for part in jitted_parts(fn)}
     try:
         yield
     finally:
@@ -85,7 +85,7 @@ def _uncounted(fn: Any) -> Iterator[None]:
         for part in jitted_parts(fn):
             statistics = thunder.compile_stats(part)
             statistics.calls, failed = calls.get(id(part), (0, 0))
-            statistics.cache_misses -= compile_failures(part) - failed
+            statistics.cache_misses -= failed_calls(part) - failed
 
 
 def _recordings(fn: Any) -> set[Recording]:

@@ -32,7 +32,7 @@ from thunder_cg.report.breaks import (
     recompile_limits,
 )
 from thunder_cg.report.units import count
-from thunder_cg.runtime.compilation import compile_failure, name_of
+from thunder_cg.runtime.compilation import compile_failures, name_of
 from thunder_cg.runtime.program import Program, program_of
 from thunder_cg.step import GraphedStep
 
@@ -117,10 +117,10 @@ def locate(fn: Any, function: str = "explain") -> Found:
         if not programs and not is_ours(thunder.compile_data(fn)):
             raise NotCompiledError(fn, _WITHOUT_TRANSFORM, function)
         statistics = thunder.compile_stats(fn)
-        failure = compile_failure(statistics)
-        return Found(programs, statistics.calls, compile_failures(fn), failure, uncached=not _keeps_all(fn))
+        failure = compile_failures(statistics)[1]
+        return Found(programs, statistics.calls, failed_calls(fn), failure, uncached=not _keeps_all(fn))
     if (backend := _dynamo_backend(fn)) is None:
-        parts = _compiled_parts(fn)
+        parts = compiled_parts(fn)
         only = f", only its part{'s' * (len(parts) > 1)} {', '.join(parts)}" if parts else ""
         raise NotCompiledError(fn, f"Thunder did not compile this{only}", function)
     if not owns_regions(backend.thunder_options.get("transforms") or ()):
@@ -146,10 +146,10 @@ def refuse_compiled(fn: Any, function: str) -> None:
         raise OptionError("fn", type(fn), expected, f"{maker} made this: pass what it was made of", function)
 
 
-def _compiled_parts(fn: Any) -> list[str]:
-    """The names of the parts of a module that are compiled with the transform, such as ``module`` of a wrapper."""
+def compiled_parts(fn: Any) -> dict[str, torch.nn.Module]:
+    """The parts of a module that are compiled with the transform, by their names, such as ``module`` of a wrapper."""
     parts = fn.named_modules() if isinstance(fn, torch.nn.Module) else ()
-    return [name for name, part in parts if is_ours(thunder.compile_data(part))]
+    return {name: part for name, part in parts if name and is_ours(thunder.compile_data(part))}
 
 
 def _of_dynamo(fn: Any, backend: Any) -> Found:
@@ -166,8 +166,8 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
         for part, jitted in enumerate(compiled):
             programs += _in_caches(part_name(label, part, len(compiled)), jitted, _successor(backend, number))
             calls += thunder.compile_stats(jitted).calls
-            failures += compile_failures(jitted)
-            if (raised := compile_failure(thunder.compile_stats(jitted))) is not None:
+            failures += failed_calls(jitted)
+            if raised := compile_failures(thunder.compile_stats(jitted))[1]:
                 failure = f"{label}: {raised}"
         ran += [max(thunder.compile_stats(jitted).calls for jitted in compiled)] if compiled else []
         outside += outside_of(label, graph)
@@ -215,10 +215,14 @@ def part_name(graph: str, part: int, parts: int) -> str:
     return f"{graph}, part {part}" if parts > 1 else graph
 
 
-def compile_failures(jitted: Any) -> int:
-    """In how many calls Thunder raised while it compiled: of what it compiled, it keeps all."""
+def failed_calls(jitted: Any) -> int:
+    """In how many calls Thunder raised while it compiled, or was interrupted.
+
+    It keeps all that it compiled, of some of which the first prologue has raised.
+    """
     stats = thunder.compile_stats(jitted)
-    return stats.cache_misses - len(stats.interpreter_cache) if _keeps_all(jitted) else 0
+    not_kept = stats.cache_misses - len(stats.interpreter_cache) if _keeps_all(jitted) else 0
+    return max(not_kept, compile_failures(stats)[0])
 
 
 def _keeps_all(jitted: Any) -> bool:

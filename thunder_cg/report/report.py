@@ -158,7 +158,7 @@ class Report(OfFunction):
     causes: tuple[CauseReport, ...] = ()  # of eager ops, the most expensive first
     changes: tuple[ChangeReport, ...] = ()  # because of which calls compile, warm up or capture anew
     compile_failures: int = 0  # calls in which Thunder raised while it compiled
-    compile_failure: str | None = None  # what it raised last and where; None if each was an interruption
+    compile_failure: str | None = None  # what it raised last, where, and what to try; None if each was an interruption
     # Names in the options allow= and deny= that no operator of the traces has: the option, the name, what to write.
     unmatched: tuple[tuple[str, str, str | None], ...] = ()
     clock: str | None = None  # the backend whose clock measured the times in it; None if none did

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from thunder_cg.report import files, html, schema, terminal, text
 from thunder_cg.report.collectives import name_of
 from thunder_cg.report.dot import OfFunction
 from thunder_cg.report.memory import MemoryReport
+from thunder_cg.report.step_lines import PRINTS, unreplayed
 from thunder_cg.report.units import count
 from thunder_cg.step import GraphedStep
 from thunder_cg.step.calls import StepCollective
@@ -36,6 +37,8 @@ class StepReport(OfFunction):
     nodes: tuple[Mapping[str, int], ...] = ()
     collectives: tuple[tuple[str, ...], ...] = ()  # of each: how many of which kind, bytes, group and overlap, in words
     raised: int = 0  # calls whose replay raised an error
+    # What lines of the step do that no replay does, by place, as far as its code says so.
+    unreplayed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, step: GraphedStep) -> StepReport:
@@ -43,7 +46,8 @@ class StepReport(OfFunction):
         nodes = tuple(recording.graph.counts() for recording in step.recordings)
         counts = step.calls, step.replays, step.captures
         said = tuple(tuple(_collectives(recording.communicates)) for recording in step.recordings)
-        return cls(step.name, *counts, in_python, MemoryReport.of_step(step), nodes, said, step.raised)
+        memory = MemoryReport.of_step(step)
+        return cls(step.name, *counts, in_python, memory, nodes, said, step.raised, unreplayed(step))
 
     def to_dict(self) -> dict[str, Any]:
         """The report as dicts, lists, strings, numbers and None, ready for `json.dumps`."""
@@ -72,11 +76,19 @@ class StepReport(OfFunction):
         if self.in_python:
             yield "In Python, with the graphs of the compiled modules in it:"
             yield from (f"  {number:,} x {reason}" for reason, number in self.in_python.items())
+        if lines := [*self._unreplayed()]:
+            yield f"What no replay does: {'; '.join(lines)}"
         for number, kinds in enumerate(self.nodes):
             has = [", ".join(count(times, kind) for kind, times in kinds.items())] if kinds else []
             if has := [*has, *(self.collectives[number] if self.collectives else ())]:
                 yield f"Graph {number}: {'; '.join(has)}"
         yield from text.memory(self.memory, of_step=True)
+
+    def _unreplayed(self) -> Iterator[str]:
+        for place, what in self.unreplayed.items():
+            # A graph that replays shows that all else is fine: float() of a number.
+            if said := [each for each in what if not self.replays or each == PRINTS]:
+                yield f"{', '.join(said)} at {place}"
 
     def is_complete(self) -> bool:
         """Whether no call ran in Python but the first ones of each layout of the batch. Other reasons have a fix."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from thunder_cg.report.report import RegionReport, Report, TraceReport
 
 _MOST_ALIKE = 3  # traces that differ from another one in the sizes of inputs only
+_MOST_VERSIONS = 8  # of a function, that differ in more, besides those of which a capture failed
 _MOST_REGIONS = 30  # of a trace, besides those that run eagerly
 _MOST_LINES = 8  # of recordings in the ledger
 _MOST_PREVIEWS = 4  # of traces that are not captured
@@ -175,10 +176,15 @@ def _traces(traces: Sequence[TraceReport]) -> Iterator[str]:
     """Each trace in full, but those that differ from an earlier one in the sizes of inputs only: a line for some."""
     full: list[TraceReport] = []
     alike: Counter[int] = Counter()  # by the identity of the trace that others are like
+    versions, left = Counter[tuple[str, str]](), Counter[tuple[str, str]]()  # by function and kind: all, and unsaid
     for trace in traces:
         if (same := next((each for each in full if are_alike(each, trace)), None)) is None:
             full.append(trace)
-            yield "\n".join(_trace(trace))
+            versions[which := (trace.function, trace.kind)] += 1
+            if versions[which] <= _MOST_VERSIONS or any(region.failure or region.remark for region in trace.regions):
+                yield "\n".join(_trace(trace))
+            else:
+                left[which] += 1
             continue
         alike[id(same)] += 1
         if alike[id(same)] <= _MOST_ALIKE:
@@ -188,6 +194,8 @@ def _traces(traces: Sequence[TraceReport]) -> Iterator[str]:
         if (more := alike[id(each)] - _MOST_ALIKE) > 0:
             of = f"{each.function}, {each.kind}"
             yield f"{of}: {count(more, 'more compiled version')} as version {each.entry}: see explain(fn).traces"
+    for (function, kind), more in left.items():
+        yield f"{function}, {kind}: {count(more, 'more compiled version')} with other ops: see explain(fn).traces"
 
 
 def are_alike(a: TraceReport, b: TraceReport) -> bool:

@@ -32,7 +32,8 @@ IF_CACHE = (
     "if it is a cache that grows, write it in place, into a buffer of its final size (README, Inference with a KV "
     'cache), as cache_implementation="static" of Transformers does'
 )
-IF_DROPOUT = "if it is the p of a dropout, x * (torch.rand_like(x) >= p) / (1 - p) takes a tensor"
+_IF_DROPOUT = "if it is the p of a dropout, x * (torch.rand_like(x) >= p) / (1 - p) takes a tensor"
+_IF_BOUND = "if it bounds a slice, x[i + torch.arange(n, device=...)] is x[i : i + n]; if it is a size, use few values"
 _PAD = (
     "pad to a few sizes, and mask the padding in the loss, and in layers that mix positions, such as convolution, "
     "attention and normalization; if there are few shapes in all, nothing has to change: each pays once, and later "
@@ -40,7 +41,6 @@ _PAD = (
 )
 _DROP_LAST = "if only the last batch differs, drop_last=True"
 SIZES = ("shape", "size")
-_AS_TENSOR = f"it bounds a slice, x[i + torch.arange(n, device=...)] is x[i : i + n]; {IF_DROPOUT}"
 
 # Of each kind: what differs, what that costs, and what to do about it. "{names}" are the inputs, "{first}" is one.
 _KINDS = {
@@ -48,8 +48,8 @@ _KINDS = {
     "number": (
         "{count} values of the Python number {names} so far ({shown})",
         _NEW_VERSION.format("value"),
-        "pass {first} as a 0-dim tensor on the device of the other inputs, torch.tensor({first}, device=...); if "
-        f"{_AS_TENSOR}; if it is a size, use few values",
+        "pass {first} as a 0-dim tensor on the device of the other inputs, torch.tensor({first}, device=...)"
+        "{if_number}",
     ),
     BEFORE_BREAK: (
         "{count} values so far ({shown}) of a number from before the graph break",
@@ -59,8 +59,8 @@ _KINDS = {
     "attribute": (
         "{count} values of the Python number {names} so far ({shown})",
         _NEW_VERSION.format("value"),
-        "make {first} a 0-dim tensor with register_buffer, and change it in place, such as with fill_ or add_; if "
-        f"{_AS_TENSOR}",
+        "make {first} a 0-dim tensor with register_buffer, and change it in place, such as with fill_ or "
+        "add_{if_number}",
     ),
     "constant": (
         "{count} values of {names} so far ({shown})",
@@ -153,7 +153,18 @@ class CallChange:
             times="once" if self.times == 1 else f"{self.times:,} times",
             took=f" ({self.seconds:.2f} s)" if self.seconds else "",
             pad=for_shapes(*zip(*self.values)) if self.kind in SIZES else "",
+            if_number=for_numbers(value for values in self.values for value in values)
+            if self.kind in ("number", "attribute")
+            else "",
         )
+
+
+def for_numbers(values: Iterable[Any]) -> str:
+    """What to do about Python numbers that change where operators do not take a tensor, to follow what else to do."""
+    numbers = [*values]
+    if all(isinstance(each, int) for each in numbers):
+        return f"; {_IF_BOUND}"
+    return f"; {_IF_DROPOUT}" if all(isinstance(each, float) and 0 <= each < 1 for each in numbers) else ""
 
 
 def for_shapes(*tensors: Sequence[Sequence[int]]) -> str:
@@ -161,6 +172,8 @@ def for_shapes(*tensors: Sequence[Sequence[int]]) -> str:
     varying = [[(dim, all_) for dim, all_ in enumerate(zip(*shapes)) if len({*all_}) > 1] for shapes in tensors]
     is_batch = all([dim for dim, _ in each] == [0] for each in varying)
     grows = all(len(each) == 1 and [*each[0][1][:FEW]] == sorted(each[0][1][:FEW]) for each in varying)
+    if grows and not is_batch:
+        return f"{IF_CACHE}; else {_PAD}"
     return "; ".join([_PAD, *[_DROP_LAST] * is_batch, *[IF_CACHE] * grows])
 
 

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from thunder_cg.analysis.compile_errors import compiler_name, to_try
-from thunder_cg.analysis.sources import described
+from thunder_cg.analysis.sources import SourceLine, described, line_of
 from thunder_cg.compat.compilation import compile_phase
 from thunder_cg.compat.compiled import NAME
 from thunder_cg.compat.torch import functorch_is_active
@@ -38,12 +38,13 @@ def changed_part(model: str, part: str) -> str:
     return f"{model}.{part} was added, removed or replaced {when}; {fix}"
 
 
-_compile_failures: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # by Thunder's statistics of what it compiled
+# How often Thunder raised, and what it raised last, by its statistics of what it compiled.
+_compile_failures: WeakKeyDictionary[Any, tuple[int, str]] = WeakKeyDictionary()
 
 
-def compile_failure(statistics: Any) -> str | None:
-    """What Thunder raised last while it compiled what has these statistics, and where; None if it did not."""
-    return _compile_failures.get(statistics)
+def compile_failures(statistics: Any) -> tuple[int, str | None]:
+    """How often Thunder raised while it compiled what has these statistics, and what last, where, and what to try."""
+    return _compile_failures.get(statistics, (0, None))
 
 
 @contextmanager
@@ -56,15 +57,23 @@ def compiling(data: Any, statistics: Any) -> Iterator[None]:
 
 def note_compile_failure(data: Any, statistics: Any, error: Exception) -> None:
     """Keeps what Thunder raised while it compiled something, and where, and notes on the error what to try."""
-    _compile_failures[statistics] = problem = described(error, stacks_of_generated_code(data.fn))
-    note_what_to_try(error, name_of(data.fn), problem, is_of_dynamo=isinstance(data.fn, torch.fx.GraphModule))
+    stacks = stacks_of_generated_code(data.fn)
+    problem, line = described(error, stacks), line_of(error, stacks)
+    is_of_dynamo = isinstance(data.fn, torch.fx.GraphModule)
+    said = with_advice(error, name_of(data.fn), problem, line, is_of_dynamo=is_of_dynamo)
+    _compile_failures[statistics] = compile_failures(statistics)[0] + 1, said
 
 
-def note_what_to_try(error: Exception, name: str, problem: str, *, is_of_dynamo: bool) -> None:
-    """Notes on what was raised while something of that name was compiled where that was, and what to try."""
-    if fix := to_try(problem, is_of_dynamo=is_of_dynamo, in_functorch=functorch_is_active()):
+def with_advice(error: Exception, name: str, problem: str, line: SourceLine | None, *, is_of_dynamo: bool) -> str:
+    """What was raised while something of that name was compiled, and on a line of its own what to try.
+
+    The error gets a note of both.
+    """
+    fix = to_try(problem, line, is_of_dynamo=is_of_dynamo, in_functorch=functorch_is_active())
+    if fix:
         who = compiler_name(is_of_dynamo=is_of_dynamo)
         note(error, f"{who} raised this while it compiled {name}: {problem}. To try: {fix}.")
+    return f"{problem}.\nTo try: {fix}" if fix else problem
 
 
 _CHECKED = ("items", "number", "attribute", "constant", "shape")  # kinds of changes, the first of which is the cause

@@ -25,7 +25,7 @@ from thunder_cg.analysis.partition import PlannedTrace, Region
 from thunder_cg.analysis.rules import Reason
 from thunder_cg.analysis.sources import calling_line
 from thunder_cg.analysis.undefined import Routes
-from thunder_cg.compat.torch import backward_keeps_graph
+from thunder_cg.compat.torch import backward_keeps_graph, in_backward
 from thunder_cg.errors import CaptureError, RanksDiffer
 from thunder_cg.options import Options
 from thunder_cg.progress import Stage, is_shown
@@ -52,6 +52,7 @@ _logger = logging.getLogger(__name__)
 
 _MAX_LAYOUTS = 1024  # warmed up and remembered; past it, all are warmed up again
 _COMPARED = 32  # layouts, the newest ones, with which a new layout is compared
+_MOST_PLACES = 4  # lines of the user's that are named of one reason
 _LASTING = 100  # calls after which a capture has paid for itself, so that a move does not count
 
 _IN_MEETING = "in a meeting"  # what ranks agree at
@@ -119,6 +120,7 @@ class Program(Counts):
         self.no_fast_path: str | None = None  # why none can
         self.routes: Routes = ()  # of a backward
         self.fixes: dict[str, str] = {}  # what would change a reason of these, where known
+        self._places: dict[str, dict[str, None]] = {}  # lines of the user's, by these reasons
         # After so many calls, the next replay is verified.
         self.verify_after = 0 if isinstance(self.options.verify, int) else sys.maxsize
         self._is_quarantined = False
@@ -558,14 +560,20 @@ class Program(Counts):
         """Counts a call, or a region of it, that runs eagerly. The log warns once of each reason that has a fix."""
         self.fallbacks[reason] += 1
         if reason in skip_reasons.FIXES:
-            if reason not in self.fixes:
-                line = calling_line()
-                self.fixes[reason] = f"at {line}, {fix}" if line is not None else fix
-            fix = self.fixes[reason]
+            fix = self.fixes[reason] = self._at_places(reason, fix)
         warns = bool(fix) and reason not in self._warned
         self._warned.add(reason)
         said = reason if not fix or reason.endswith(fix) else f"{reason}; {fix}"
         _logger.log(logging.WARNING if warns else logging.INFO, "%s, call %d: eager: %s", self.label, self.calls, said)
+
+    def _at_places(self, reason: str, fix: str) -> str:
+        """A fix with the lines from which calls have come, but for those that checkpointing repeats in a backward."""
+        places = self._places.setdefault(reason, {})
+        repeats = self.kind == "forward" and in_backward()
+        if len(places) < _MOST_PLACES and not repeats and (line := calling_line()) is not None:
+            places[str(line)] = None
+        *others, last = places or ("",)
+        return f"at {', '.join(others)}{' and ' * bool(others)}{last}, {fix}" if places else fix
 
     @contextmanager
     def progress(self, call: Call, doing: str, done: str, region: RuntimeRegion) -> Iterator[None]:

@@ -74,10 +74,10 @@ _UNSEEN = {"__getattribute__", "__setattr__", "__delattr__", "getattr_static"}
 _ASKS: Any = torch.cuda.is_current_stream_capturing
 _WITHOUT_EFFECT = {"logging", "importlib._bootstrap", "warnings"}  # modules
 # What they return is another value in each call.
-_UNSTEADY = {datetime.date.today, datetime.datetime.today, datetime.datetime.now, datetime.datetime.utcnow, os.urandom}
+UNSTEADY = {datetime.date.today, datetime.datetime.today, datetime.datetime.now, datetime.datetime.utcnow, os.urandom}
 _CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
-_UNSTEADY |= {vars(time)[f"{clock}{unit}"] for clock in _CLOCKS for unit in ("", "_ns")}
-_UNSTEADY |= {time.localtime, time.gmtime, time.ctime, time.strftime}
+UNSTEADY |= {vars(time)[f"{clock}{unit}"] for clock in _CLOCKS for unit in ("", "_ns")}
+UNSTEADY |= {time.localtime, time.gmtime, time.ctime, time.strftime}
 _STARTS_OF_THREADS = {
     each for each in (getattr(_thread, n, None) for n in ("start_new_thread", "start_joinable_thread")) if each
 }
@@ -255,7 +255,7 @@ class Calls:
             if self._is_of_graph(owner):
                 problem = f"{name}() reads a tensor on the host{{at}}"
                 self._object(frame, problem, "return the tensor, and read it outside of the step", code=True)
-        elif called in _UNSTEADY:
+        elif called in UNSTEADY:
             if _is_called_by_user(frame):
                 problem = f"{name}() returns another value in each call{{at}}, and in no replay"
                 self._object(frame, problem, "call it outside of the step, and pass a tensor")

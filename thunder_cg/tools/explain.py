@@ -21,13 +21,13 @@ from thunder_cg.tools.arguments import Parser, is_interruption, positive, print_
 
 if TYPE_CHECKING:
     from thunder_cg import Report
-    from thunder_cg.report import StepReport
+    from thunder_cg.report import StepReport, TraceReport
 
 _DESCRIPTION = """\
 Says what was captured, what was not, and why.
 
 FILE: runs a Python script as `python FILE ARGS` does, and then prints explain(...) of each compiled function or module
-among its global variables.
+among its global variables, in lists and dictionaries there, and of each compiled part of a module there.
 
 FILE:NAME: calls the function NAME of the file, without arguments. It returns a model or a function, and its inputs:
 
@@ -68,7 +68,8 @@ def main(argv: Sequence[str]) -> int:
     if not reports and not raised:
         problem = "no global variable has a function or module that was compiled with cudagraph_transform()"
         fix = "assign it to one, as in: jmodel = thunder.jit(model, transforms=[cudagraph_transform()])"
-        print(f"{file}: {problem}; {fix}", file=sys.stderr)
+        inside = "where it is a variable of a function, such as main(), have that print thunder_cg.explain(jmodel)"
+        print(f"{file}: {problem}; {fix}; {inside}", file=sys.stderr)
         return 1
     _print(reports)
     _write(reports, file.name, arguments.html, arguments.json)
@@ -246,13 +247,25 @@ def _reports(variables: Mapping[str, Any]) -> dict[str, Report | StepReport]:
     from thunder_cg import NotCompiledError, Report, explain
 
     reports: dict[int, tuple[str, Report | StepReport]] = {}
-    for name, value in variables.items():
-        if not name.startswith("__") and callable(value) and id(value) not in reports:
+    for name, value in _callables(variables):
+        if id(value) not in reports:
             try:
                 reports[id(value)] = name, explain(value)
             except NotCompiledError:
                 continue
     return dict(sorted(reports.values(), key=lambda named: isinstance(named[1], Report)))  # steps first
+
+
+def _callables(variables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What variables, and lists and dictionaries there, have that may be compiled, and compiled parts of modules."""
+    from thunder_cg.report.programs import compiled_parts
+
+    for name, value in variables.items():
+        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for label, each in ((name, value), *((f"{name}[{key!r}]", each) for key, each in items)):
+            if not name.startswith("__") and callable(each):
+                yield label, each
+                yield from ((f"{label}.{part}", module) for part, module in compiled_parts(each).items())
 
 
 def _not_captured(reports: Mapping[str, Report | StepReport]) -> list[str]:
@@ -286,12 +299,16 @@ def _not_in_graphs(report: Report, steps_are_captured: bool) -> Iterator[str]:
         yield from (f"{each.part} is left to plain Python" for each in report.breaks if each.part)
         if report.python_calls:
             yield f"{count(report.python_calls, 'call')} ran in plain Python"
+    alike: dict[tuple[str, str, int, int], list[tuple[TraceReport, str]]] = {}  # versions of one function
     for trace in traces:
-        without = [region for region in trace.regions if not region.captures or region.failure is not None]
-        if without:
-            where = f"the {trace.kind} of {trace.function}, compiled version {trace.entry},"
-            ran = f"which ran {count(trace.calls, 'time')}" if trace.calls else "which never ran"
-            yield f"{where} {ran}: {count(len(without), 'region')} without a graph ({without[0].name})"
+        if without := [region for region in trace.regions if not region.captures or region.failure is not None]:
+            same = trace.kind, trace.function, trace.calls, len(without)
+            alike.setdefault(same, []).append((trace, without[0].name))
+    for (kind, function, calls, regions), ((first, name), *others) in alike.items():
+        which = f"{len(others) + 1:,} compiled versions" if others else f"compiled version {first.entry}"
+        ran = f"which ran {count(calls, 'time')}{' each' * bool(others)}" if calls else "which never ran"
+        graph = f"{count(regions, 'region')}{' each' * bool(others)} without a graph ({name})"
+        yield f"the {kind} of {function}, {which}, {ran}: {graph}"
 
 
 def _print(reports: Mapping[str, Report | StepReport]) -> None:
