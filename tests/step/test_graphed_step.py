@@ -11,7 +11,9 @@ import sys
 import types
 import warnings
 from contextlib import nullcontext, suppress
+from enum import Enum
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import thunder
@@ -1215,6 +1217,113 @@ def test_arguments_that_are_nan(step_twins):
     for i in range(8):
         same(step(x, float("nan") if i else 1.0), x + (2.0 if i else 1.0))
     assert step.captures == 1 and step.replays == 5, why(step)
+
+
+class Rate(float):
+    scale = 1.0
+
+
+class Mode(Enum):
+    A = SimpleNamespace(scale=1.0)
+
+
+def test_arguments_of_classes_of_the_users(step_twins):
+    """What they have is compared as well, and so is what their class has."""
+    rate, mode = Rate(1.0), Mode.A
+    step = step_twins.graphed(lambda x, rate, mode: x * rate.scale * mode.value.scale)
+    x = torch.ones(2, device=step_twins.device)
+    for owner in (mode.value, rate):
+        for scale in (1.0, 2.0):
+            owner.scale = scale
+            for _ in range(4):
+                same(step(x, rate, mode), x * rate.scale * mode.value.scale)
+    assert step.captures == 4 and step.replays == 8, why(step)
+    assert re.search(r"argument 1 changed from \('value.scale'.*1.0.* to \('value.scale'.*2.0", why(step)), why(step)
+
+
+def test_an_argument_with_a_gradient(step_twins):
+    step = step_twins.graphed(lambda x: x if x.grad is None else x + x.grad)
+    for i in range(6):
+        x = torch.ones(2, device=step_twins.device)
+        x.grad = x.clone() if i > 3 else None
+        same(step(x), x * (2.0 if i > 3 else 1.0))
+    assert step.replays == 2 and "a tensor that has a gradient" in why(step)
+
+
+@pytest.mark.parametrize("how", ["of an optimizer", "in a list"])
+def test_a_gradient_of_a_tensor_that_requires_none(step_twins, how):
+    weight, x = torch.ones(2, device=step_twins.device), torch.ones(2, device=step_twins.device)
+    optimizer, weights = torch.optim.SGD([weight], lr=1.0), [weight]
+
+    def fn(x):
+        if how == "of an optimizer":
+            optimizer.step()
+        else:
+            for each in weights:
+                if each.grad is not None:
+                    each.sub_(each.grad)
+        return x + 1.0
+
+    step = step_twins.graphed(fn)
+    for i in range(8):
+        weight.grad = torch.ones_like(weight) if i == 5 else None
+        step(x)
+        same(weight, x * (0.0 if i >= 5 else 1.0))
+    assert step.replays >= 2, why(step)
+
+
+def test_a_method(step_twins):
+    """Each object has a step of its own, as each has a method of its own."""
+
+    class Trainer:
+        def __init__(self, by):
+            self.by = by
+
+        @step_twins.graphed
+        def step(self, x):
+            return x * self.by
+
+    class Other(Trainer):
+        @step_twins.graphed
+        def step(self, x):
+            return super().step(x) + 1.0
+
+    x = torch.ones(2, device=step_twins.device)
+    for trainer, expected in ((Trainer(2.0), 2.0), (Trainer(3.0), 3.0), (Other(2.0), 3.0)):
+        for _ in range(5):
+            same(trainer.step(x), x * expected)
+            same(copy.deepcopy(trainer).step(x), x * expected)
+        assert trainer.step is trainer.step and trainer.step.replays >= 2, why(trainer.step)
+    assert isinstance(Trainer.step, graphed.GraphedStep) and Trainer.step.calls == 0
+
+
+def test_a_lazy_module(step_twins):
+    """What it has to make yet is no tensor that anybody can look at; nor is that of another one."""
+    another = nn.LazyLinear(2)
+    model = nn.LazyLinear(3).to(step_twins.device)
+    twin = copy.deepcopy(model)
+
+    def make(model):
+        optimizer = sgd(model.parameters())
+
+        def step(x):
+            optimizer.zero_grad()
+            loss = model(x).square().sum()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
+    plain, step = make(twin), step_twins.graphed(make(model))
+    for i in range(8):
+        x = step_twins.batch()[0]
+        torch.manual_seed(i)
+        expected = plain(x)
+        torch.manual_seed(i)
+        same(step(x), expected.detach())
+    same_state(model, twin)
+    assert step.replays >= 4 and another.has_uninitialized_params(), why(step)
 
 
 def test_a_result_that_is_a_gradient(step_twins):

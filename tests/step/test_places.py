@@ -311,6 +311,28 @@ def numbers(model):
     return keep, found, keeper, inner
 
 
+def test_numbers_that_grow_and_are_read(step_twins):
+    """The sum itself may be read: nothing is looked up twice then."""
+    keeper, numbers, calls = SimpleNamespace(n=0), {"n": 0}, 0
+
+    def of_an_attribute(x):
+        keeper.n = i = keeper.n + 1
+        return x + i
+
+    def of_an_item(x):
+        numbers["n"] = i = numbers["n"] + 1
+        return x + i
+
+    def of_a_variable(x):
+        nonlocal calls
+        return x + (calls := calls + 1)
+
+    x = torch.zeros(2, device=step_twins.device)
+    for fn in (of_an_attribute, of_an_item, of_a_variable):
+        step = step_twins.graphed(fn)
+        assert [step(x)[0].item() for _ in range(6)] == [1, 2, 3, 4, 5, 6], step.in_python
+
+
 def test_numbers_that_grow(step_twins):
     """The user may set one, and put another object in the place of one that has it."""
 

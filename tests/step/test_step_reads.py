@@ -32,7 +32,7 @@ import uuid
 import warnings
 import weakref
 from abc import ABC
-from collections import Counter, OrderedDict, UserList, defaultdict, deque, namedtuple
+from collections import Counter, OrderedDict, UserList, UserString, defaultdict, deque, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from contextvars import ContextVar, copy_context
@@ -882,6 +882,11 @@ def a_variable_of_the_context():
     return lambda y: y * variable.get(), partial(variable.set, 2.0)
 
 
+def what_a_variable_of_the_context_has_by_default():
+    variable = ContextVar("variable", default=SimpleNamespace(scale=1.0))  # noqa: B039
+    return lambda y: y * variable.get().scale, partial(setattr, variable.get(), "scale", 2.0)
+
+
 def a_weak_reference():
     settings = Settings()
     reference = weakref.ref(settings)
@@ -1258,6 +1263,7 @@ FAR = (
     closures_of_one_code,
     an_argument_of_partial,
     a_variable_of_the_context,
+    what_a_variable_of_the_context_has_by_default,
     a_weak_reference,
     a_mapping,
     a_sequence,
@@ -1528,7 +1534,7 @@ def test_content_that_cannot_be_seen(make):
             itemgetter(1),
             KeyError(),
         ),
-        *(threading.local(), UserList(), SimpleNamespace(), np.dtype("f4"), Settings(), list[int], ABC, Pair),
+        *(UserList(), SimpleNamespace(), np.dtype("f4"), Settings(), list[int], ABC, Pair),
         *(torch.Generator(), MappingProxyType({}), Fraction(1, 2), Point(1.0), random.random.__self__, timedelta(1)),
     ],
     ids=lambda value: type(value).__name__,
@@ -1716,3 +1722,29 @@ def test_a_context_variable_that_gets_new_numbers(step_twins):
         assert torch.equal(step(x), x * (1 + i // 5))
     TIMES.reset(token)
     assert step.replays >= 12, explain(step)
+
+
+class OfThread(threading.local):
+    scale = 1.0
+
+
+def test_what_each_thread_has_for_itself(step_twins):
+    settings, found = OfThread(), []
+    step = step_twins.graphed(lambda y: weigh(settings, y))
+    x = torch.ones(3, device=step_twins.device)
+
+    def calls(scale):
+        settings.scale = scale
+        found.extend(step(x) for _ in range(4))
+
+    for scale in (1.0, 2.0):
+        thread = threading.Thread(target=calls, args=(scale,))
+        thread.start()
+        thread.join()
+    assert torch.equal(torch.stack(found), x * torch.tensor([[1.0]] * 4 + [[2.0]] * 4, device=x.device))
+    assert step.replays == 4, explain(step)
+
+
+def test_a_sequence_whose_items_are_sequences_without_end():
+    text = UserString("1")
+    assert "levels below what the step reads" in objection_to(lambda y: y * float(str([text][0])))

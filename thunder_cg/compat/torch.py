@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version_counter
 from torch.distributed._composable_state import _module_state_mapping
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
@@ -58,8 +59,11 @@ is_zero_tensor: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerotensor
 # Whether autograd knows the tensor for a view of another one, and that other one; None if there is none.
 is_view: Callable[[torch.Tensor], bool] = torch.Tensor._is_view
 autograd_base: Callable[[Any], torch.Tensor | None] = attrgetter("_base")
-# Whether the tensor has one storage: sparse and MKL-DNN tensors have none.
-has_storage: Callable[[torch.Tensor], bool] = torch._C._has_storage
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has one storage: sparse and MKL-DNN tensors have none, nor what a lazy module has to make."""
+    return torch._C._has_storage(tensor) and not is_lazy(tensor)
 
 
 # What ``torch.ops`` has: operators, which look up their overloads, and keep them, when they are first called.

@@ -137,7 +137,7 @@ class Collector:
 
     def _is_compared_whole(self, value: Any) -> bool:
         """Whether it is a container, or an attribute of an object of its class has been looked up."""
-        return isinstance(value, CONTAINERS) or bool(self._names.get(type(value)))
+        return isinstance(value, CONTAINERS) or _is_collection(value) or bool(self._names.get(type(value)))
 
     def _add_other(self, label: str, value: Any, *_: Any) -> None:
         self.facts[label] = fact_of(value)
@@ -185,6 +185,7 @@ class Collector:
         referent = refers_to()
         self.watch.value(lambda: Same(refers_to()))  # an identity may be another object's later
         self.add(f"what {label} refers to", referent, depth + 1)
+        self.add_class(label, value, depth)
 
     def add_carried(self, label: str, value: Any, places: tuple[Place, ...]) -> bool:
         """Whether the value is carried: see Note [Carried tensors] in places.py."""
@@ -479,6 +480,13 @@ _KINDS: Sequence[tuple[Callable[[Any], bool], Any]] = (
 _DEEPER = {Collector._add_container, Collector._add_collection, Collector._add_object}
 
 
+def facts_of(value: Any) -> Facts:
+    """Those of a value, and of what it has."""
+    collector = Collector("", {}, ())
+    collector.add("value", value)
+    return collector.facts
+
+
 def is_simple(value: Any, device_type: str) -> bool:
     """Whether the value's identity, or an equal value, says all that a step can read of it."""
     if type(value) in weakref.ProxyTypes:
@@ -537,8 +545,17 @@ def _referent_of(value: Any) -> Callable[[], Any] | None:
     if type(value) in weakref.ProxyTypes:
         return partial(_proxied, value)
     if isinstance(value, contextvars.ContextVar):
-        return lambda: value.get(None)
+        return partial(_get, value)
+    if isinstance(value, threading.local):
+        return partial(vars, value)  # of this thread
     return value if type(value) is weakref.ref else None
+
+
+def _get(variable: contextvars.ContextVar[Any]) -> Any:
+    try:
+        return variable.get()
+    except LookupError:
+        return MISSING
 
 
 def _is_collection(value: Any) -> bool:

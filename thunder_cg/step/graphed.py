@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import update_wrapper
 from operator import attrgetter
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -119,7 +120,8 @@ class GraphedStep:
 
     def __init__(self, fn: Callable[..., Any], options: StepOptions) -> None:
         update_wrapper(self, fn)
-        self._fn, self._options = fn, options
+        self._fn: Callable[..., Any] = fn._fn if isinstance(fn, GraphedStep) else fn
+        self._options = options
         self._roots: dict[str, Any] = {f"modules[{i}]": module for i, module in enumerate(options.modules)}
         self._roots |= {f"optimizers[{i}]": optimizer for i, optimizer in enumerate(options.optimizers)}
         self._backend = resolve(options.backend)
@@ -150,6 +152,13 @@ class GraphedStep:
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, such as one in a copy of the module that has the step, begins anew."""
         return type(self), (self._fn, self._options)
+
+    def __get__(self, owner: Any, kind: type | None = None) -> GraphedStep:
+        """As a method: each object has a step of its own."""
+        if owner is None or not isinstance(self._fn, FunctionType):
+            return self
+        step = vars(owner).get(name := f"graphed {self._fn.__qualname__}")
+        return step or vars(owner).setdefault(name, type(self)(MethodType(self._fn, owner), self._options))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._lock:
@@ -629,7 +638,8 @@ def graphed_step(
 
     Args:
         fn: takes tensors on one device, in any nesting, and returns tensors, in any nesting. It finds what it needs
-            besides as globals, variables of closures, or attributes of what it is bound to.
+            besides as globals, variables of closures, or attributes of what it is bound to. As a decorator of a method,
+            it makes a step for each object.
         modules: that it uses without naming them.
         optimizers: that it uses without naming them.
         backend: as for :func:`thunder_cg.cudagraph_transform`.

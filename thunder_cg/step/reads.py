@@ -664,7 +664,10 @@ def _instructions(code: types.CodeType) -> Iterator[_Instruction]:
     for each in dis.get_instructions(code):
         line = starts.get(each.offset) or line
         names = _OF_TWO.get(each.opname)
-        copied.update([len(found)] if before in _COPIES else [])
+        if before in _COPIES:
+            copied.add(len(found))
+            if found and found[-1].name == "INPLACE_ADD":  # the sum is read, too, as i is in ``x.n = i = x.n + 1``
+                found[-1] = found[-1]._replace(name=before)
         before = each.opname if each.opname not in ("CACHE", "EXTENDED_ARG") else before
         for name, value in ((each.opname, each.argval),) if names is None else zip(names, each.argval):
             if name not in _NEUTRAL:

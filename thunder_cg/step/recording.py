@@ -50,6 +50,7 @@ from thunder_cg.runtime.outputs import AliasedInput, Outputs
 from thunder_cg.runtime.tensors import address_if_any, copy_all, is_plain, layout, same_tensors
 from thunder_cg.step.averages import known_to_be_positive
 from thunder_cg.step.calls import Calls, StepCollective
+from thunder_cg.step.collector import facts_of
 from thunder_cg.step.facts import ATOMS
 from thunder_cg.step.fixes import change_between, fix_of_argument, fix_of_change, fix_of_moved
 from thunder_cg.step.gradients import (
@@ -110,8 +111,10 @@ class Batch:
                 problem = f"{name} is on {tensor.device}, and the step's graph on {device_type}"
                 raise CaptureRefused(f"{problem}; move the batch to the device before the call")
             has_memory = has_storage(tensor) and not is_zero_tensor(tensor)
-            if type(tensor) is not Tensor or tensor.requires_grad or tensor.is_nested or not has_memory:
-                kind = "tensor that requires grad" if tensor.requires_grad else type(tensor).__name__
+            has_gradient = tensor.requires_grad or tensor.grad is not None
+            if type(tensor) is not Tensor or has_gradient or tensor.is_nested or not has_memory:
+                kind = "tensor that has a gradient" if has_gradient else type(tensor).__name__
+                kind = "tensor that requires grad" if tensor.requires_grad else kind
                 kind = "nested tensor" if tensor.is_nested else kind
                 fix = "pass it detached, or have the step read it from outside"
                 name = _name(tensor, leaves, structure)
@@ -156,9 +159,13 @@ class Batch:
 
 
 def _constant(value: Any) -> tuple[Any, ...]:
-    """Equal for values that are the same: 0.0 and -0.0 are not, and two NaNs of the same bits are."""
+    """Equal for values that are the same: 0.0 and -0.0 are not, and two NaNs of the same bits are.
+
+    So are what a value of a class of the user's has, and the class itself.
+    """
     bits = struct.pack("dd", value.real, value.imag) if isinstance(value, (float, complex)) else b""
-    return type(value), value if value == value else _nans.setdefault((type(value), bits), value), bits
+    has = () if type(value) in ATOMS else tuple(facts_of(value).items())
+    return type(value), value if value == value else _nans.setdefault((type(value), bits), value), bits, has
 
 
 def changed_argument(before: Any, after: Any) -> tuple[str, Any, Any] | None:
@@ -175,8 +182,12 @@ def changed_argument(before: Any, after: Any) -> tuple[str, Any, Any] | None:
             (old, *_), (new, *_) = next(pairs)
             if old != new:
                 return f"the shape of {argument_at(structure, i)}", old, new
+        elif _TENSOR in (a, b):
+            return None
         elif a != b:
-            return None if _TENSOR in (a, b) else (argument_at(structure, i), a[1], b[1])
+            changed = (pair for pair in zip(a[-1], b[-1]) if pair[0] != pair[1])  # in what a value has
+            then, now = next(changed, (a[1], b[1])) if a[:-1] == b[:-1] else (a[1], b[1])
+            return argument_at(structure, i), then, now
     return None
 
 

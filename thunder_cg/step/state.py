@@ -69,7 +69,8 @@ class StepState:
         tensors: all that were found on the graphs' device.
         memory: what has the memory of each: of a DTensor, its part on this rank.
         with_memory: all of both.
-        parameters: those of them that get gradients, or may have one, as frozen ones that somebody unfreezes.
+        parameters: those of them that get gradients, or may have one: frozen ones, what an optimizer has, and those
+            that the step names.
         averages: moving averages of models that have been updated once.
         objection: why no graph would be right, in words; None if one may be.
         hooked: the same, if it is a hook or a wrapper of PyTorch's, whose Python may be why something changes.
@@ -119,7 +120,10 @@ class StepState:
         self.tensors = [*{**simple.tensors, **others.tensors, **heavy.tensors}.values()]
         self.memory = [*map(local_tensor, self.tensors)]
         self.with_memory = [*{id(tensor): tensor for tensor in (*self.tensors, *self.memory)}.values()]
-        self.parameters = [tensor for tensor in self.tensors if _may_get_gradient(tensor)]
+        named = simple.tensors | others.tensors
+        trained = {id(each) for root in self.optimizers() for group in root.param_groups for each in group["params"]}
+        trained |= {i for i, each in named.items() if not each.is_inference()}
+        self.parameters = [each for each in self.tensors if _may_get_gradient(each, id(each) in trained)]
         self._holders = [*others.holders, *heavy.holders]
         self.averages = heavy.averages
         self.places = simple.places | others.places | heavy.places
@@ -437,6 +441,6 @@ def newly_carried(before: StepState, after: StepState) -> dict[str, Place]:
     return found
 
 
-def _may_get_gradient(tensor: Tensor) -> bool:
-    may = tensor.requires_grad or isinstance(tensor, nn.Parameter)  # one that is frozen, maybe for a while
+def _may_get_gradient(tensor: Tensor, may: bool) -> bool:
+    may = may or tensor.requires_grad or isinstance(tensor, nn.Parameter)  # one that is frozen, maybe for a while
     return not has_history(tensor) and (may or tensor.grad is not None)
