@@ -180,9 +180,10 @@ def summary(compiled: Any) -> list[dict[str, Any]]:
 def forget_meetings() -> None:
     """Of earlier tests, with longer periods; and their time-outs, after which a rank waits for less than it needs."""
     world = torch.distributed.group.WORLD
-    for group, state in (agreement._common_clock(), agreement._clock([world])):
-        state.meeting, state.next_request, state.pause, state.timeouts = 0, 0, 1, 0
-        distributed.store(group).set(agreement._key_of_meeting(group, state), "0")
+    agreement._state(world).timeouts = 0
+    for clock in (*agreement._common_clocks(), agreement._state(world)):
+        clock.meeting, clock.next_request, clock.pause = 0, 0, 1
+        distributed.store(world).set(clock.key_of_meeting(), "0")
 
 
 def pool_class() -> type:

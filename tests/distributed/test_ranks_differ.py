@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import io
 import re
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -374,33 +373,6 @@ def test_ranks_without_graphs_that_have_compiled_otherwise(ranks: Ranks) -> None
     first, second = ranks.run(other_options_without_graphs)
     assert first[0] and not second[0], (first, second)
     assert "rank 1 has deny=[" in first[1] and "rank 0 has deny=[" in second[1]
-
-
-def reduces_gradients_itself() -> tuple[int, list[list[int]]]:
-    """Gloo's thread may hold them for a moment longer, here for 20 ms of each step, on rank 1."""
-    import parallel
-
-    found: list[list[torch.Tensor]] = []
-    for graphs in ([], [parallel.transform()]):
-        compiled = parallel.tensor_parallel("after", *graphs)
-        found.append([])
-        for step in range(6):
-            compiled.zero_grad(set_to_none=True)
-            compiled(parallel.tokens(step, shared=True)).square().mean().backward()
-            for parameter in compiled.parameters():
-                torch.distributed.all_reduce(parameter.grad)
-            found[-1] += [p.grad.clone() for p in compiled.parameters()]
-            if parallel.RANK() == 1:
-                held = [p.grad.detach() for p in compiled.parameters()]
-                threading.Timer(0.02, held.clear).start()
-    return parallel.differing(*found), [trace["replays"] for trace in parallel.summary(compiled)]
-
-
-def test_gradients_that_the_program_reduces(ranks: Ranks) -> None:
-    """Nobody holds them when the next call begins, so no rank has to capture anew, which takes the others."""
-    if ranks.device == "cuda":
-        pytest.skip("NCCL holds no tensor after the wait")
-    assert ranks.run(reduces_gradients_itself) == [(0, [[5], [5]])] * 2
 
 
 class CountedStore:

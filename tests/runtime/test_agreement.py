@@ -139,7 +139,7 @@ def test_a_call_that_raises(
     """Before it has communicated, while another rank waits for it: the next call has its number, if that is known."""
     monkeypatch.setattr(distributed, "progress", lambda group: dict(issued))
     collectives = Collectives([group, other := Group()], asks=True, watch=watched)
-    calls, is_known = agreement._states[other], bool(issued)
+    calls, is_known = agreement._state(other), bool(issued)
     for _ in range(2):
         collectives.next_round().decline("it warms up")
     assert said(store) == f"{2 - is_known} no: it warms up"
@@ -225,8 +225,8 @@ def test_a_store_that_is_gone(store: HashStore, group: Group, monkeypatch: pytes
     votes.decline("it warms up")
     votes.withdraw([])
     monkeypatch.setattr(agreement, "_PERIOD", 1)
-    monkeypatch.setattr(agreement._states[group], "generation", None)
-    agreement._count([group], agreement._clock([group]))
+    monkeypatch.delitem(vars(agreement._state(group)), "generation")
+    agreement._state(group).count(None)
     with pytest.raises(RanksDiffer, match="the store of its group fails: connection reset"):
         votes.ask("before", "subject")
 
@@ -247,7 +247,7 @@ def test_time_outs_get_short(store: HashStore, group: Group, monkeypatch: pytest
 
 def test_a_rank_that_has_asked_in_vain_very_often(store: HashStore, group: Group) -> None:
     votes = Collectives([group], asks=True, watch=watched).next_round()
-    agreement._states[group].timeouts = 5000  # half as long so often is less than a float can be
+    agreement._state(group).timeouts = 5000  # half as long so often is less than a float can be
     with pytest.raises(RanksDiffer, match=r"did not answer within 0.02 s"):
         votes.ask("before", "subject")
 
@@ -256,10 +256,10 @@ def test_after_a_capture(store: HashStore, group: Group, monkeypatch: pytest.Mon
     """All ranks are at the same capture, so they get time for it, and another one is one for ever."""
     monkeypatch.setattr(distributed, "ranks", lambda group: [4, 6])
     votes = Collectives([group], asks=True, watch=watched).next_round()
-    agreement._states[group].timeouts = 9
+    agreement._state(group).timeouts = 9
     Other(store).says(1, "before", "subject")
     votes.ask("before", "subject")
-    assert agreement._states[group].timeouts == 4  # they are there again, so the next capture gets more time
+    assert agreement._state(group).timeouts == 4  # they are there again, so the next capture gets more time
     Other(store).says(1, "after", "another")
     with pytest.raises(RanksDiffer, match="rank 6 captures something else") as caught:
         votes.ask("after", "subject")
@@ -290,7 +290,7 @@ def test_ranks_meet(store: HashStore, group: Group, others: list[Group], monkeyp
     assert met == [9, 10, 11, 21, 22, 23, 37, 38, 39]
     assert sorted({*asked}) == [8, 20, 36]
     Other(store).says(40, "before", "subject")
-    monkeypatch.setattr(agreement._states[group], "meeting", 50)
+    monkeypatch.setattr(agreement._state(group), "meeting", 50)
     with pytest.raises(RanksDiffer, match=r"did not answer within 0.01 s"):
         Round([group], asks=True).ask("after", "subject", could_replay=True)
     assert not agreement.meets([group])
@@ -307,11 +307,11 @@ def test_calls_in_several_groups_meet_apart(
     monkeypatch.setattr(agreement, "_PERIOD", 4)
     both, alone = (Collectives(groups, asks=True, watch=watched) for groups in ([group, other], [group]))
     backward = Collectives([other], asks=True, watch=watched, together=[group, other])
-    agreement._states[group].meeting = agreement._states[other].meeting = 5
+    agreement._state(group).meeting = agreement._state(other).meeting = 5
     assert alone.meets() and not both.meets() and not backward.meets()
     with pytest.raises(RanksDiffer, match="did not answer"):
         both.next_round().ask("before", "subject")
-    assert store.get(agreement._key_of_meeting(world, agreement._common[world])) == b"8"
+    assert store.get(agreement._common[world].key_of_meeting()) == b"8"
     for i in range(7):
         assert not both.meets()
         (both, backward)[i % 2].count_replay()
@@ -326,7 +326,7 @@ def test_a_vote_says_what_other_groups_have_said(store: HashStore, monkeypatch: 
     monkeypatch.setattr(distributed, "store", lambda group: stores[groups.index(group)])
     collectives = Collectives(groups, asks=True, watch=watched)
     for could_replay in (True, False):
-        call = agreement._states[groups[0]].calls + 1
+        call = agreement._state(groups[0]).calls + 1
         for each in map(Other, stores):
             each.says(call, "before", "subject again")
         Other(stores[0]).says(call, "before", "subject" + " again" * could_replay)
@@ -421,10 +421,10 @@ def test_a_function_that_one_rank_has_compiled_alone(
 
     def check(options: dict[str, str], said: str | None = None) -> None:
         if said is not None:
-            store.set(f"thunder_cg/1/options/{agreement._states[group].functions + 1}/1", said)
+            store.set(f"thunder_cg/1/options/{agreement._state(group).functions + 1}/1", said)
         SameOptions([group], Group(), options, waits=True).check("f")
 
-    agreement._states[group] = agreement._GroupState()
+    agreement._states[group] = agreement._GroupState(group)
     check(usual, json.dumps(usual))
     for _ in range(2):
         check(usual)

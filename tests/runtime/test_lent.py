@@ -13,7 +13,7 @@ from models import mlp
 from support import programs, replays, same, same_state, twice
 
 from thunder_cg import cudagraph_transform, release
-from thunder_cg.compat import cuda
+from thunder_cg.compat import cuda, distributed
 from thunder_cg.runtime import tape
 from thunder_cg.runtime.cuda.pool import CudaPool
 from thunder_cg.runtime.cuda.streams import StreamOrder
@@ -72,6 +72,17 @@ def test_the_usual_loop_copies_no_gradient(device, pair):
     # Each parameter has a gradient of its own, whose storage has nothing else.
     for p in graphed.parameters():
         assert p.grad.untyped_storage().nbytes() < 2 * p.grad.numel() * p.grad.element_size() + 512
+
+
+def test_gradients_that_gloo_holds_for_a_moment(device, pair, monkeypatch):
+    """The loop has reduced them itself. They are not taken for held, for which a rank would capture anew, alone."""
+    graphed, held = pair[1], []
+    monkeypatch.setattr(distributed, "is_distributed", lambda: device == "cpu")
+    monkeypatch.setattr(distributed.time, "sleep", lambda seconds: held.clear())
+    for i in range(6):
+        both(pair, batch(device, i))
+        held += [p.grad.detach() for p in graphed.parameters()] if device == "cpu" else []
+    assert lends(graphed) and replays(graphed) == 10
 
 
 def zero_after_the_forward(model, x):

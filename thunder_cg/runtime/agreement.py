@@ -69,6 +69,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial
+from typing import TypeVar
 
 from thunder_cg.compat import distributed
 from thunder_cg.compat.distributed import ProcessGroup, Store
@@ -91,36 +92,40 @@ _HAS = " again"  # ends a vote of one that could replay
 _ALONE = "alone: "  # begins the options of a function that only this rank has compiled
 
 
+_Found = TypeVar("_Found")
 _Number = tuple[int, ...]  # of a call; that of one in a step begins with the step's
 # By the time that a call begins: the collectives of PyTorch, by kind of device. Empty once the call has communicated in
 # a graph, which PyTorch does not count.
 _Issued = weakref.WeakKeyDictionary[ProcessGroup, dict[str, int]]
 
 
-class _GroupState:
-    """What this process knows of one group.
+class _Clock:
+    """Numbers the calls that communicate in a group, and has ranks meet in some of them. See Note [Meetings].
 
     Args:
-        key: of its meetings in the group's store.
+        group: has the store of the meetings.
+        meetings: their key there.
     """
 
-    def __init__(self, key: str = "meeting") -> None:
-        self.key = key
+    def __init__(self, group: ProcessGroup, meetings: str) -> None:
+        self._group, self._meetings = weakref.ref(group), meetings
         self.place: _Number = ()  # the call that its calls are numbered within
         self.calls = 0  # that communicate in it
         self.before: _Issued | None = None  # the last of them
-        self.ahead: dict[int, tuple[int, int]] = {}  # by rank: the later call that it was at, and by how many
         self.is_captured = False  # whether they are in the capture of a step, and so are none
-        self.generation: int | None = None  # see Note [Keys in the store]
-        self.timeouts = 0  # since the ranks last agreed, and half of those before
         self.meeting = 0  # the last call of the meeting that is or was
         self.next_request, self.pause = 0, 1  # the call after which this rank may ask for a meeting, and periods then
-        self.is_closed = False  # whether it has been shut down or aborted
-        # See Note [Same options].
-        self.functions = 0  # with Thunder's collectives in it, that have been called
-        self.options: str | None = None  # of all of them, on all ranks; None if they differ
-        self.holders: weakref.WeakSet[Recorder] = weakref.WeakSet()
-        self.keep_eager: weakref.WeakSet[object] = weakref.WeakSet()  # programs that no graph is to hold
+
+    @property
+    def group(self) -> ProcessGroup:
+        if (group := self._group()) is None:
+            raise RuntimeError("there is no such group any more")
+        return group
+
+    @property
+    def is_alive(self) -> bool:
+        group = self._group()
+        return group is not None and distributed.is_alive(group)
 
     @property
     def next_call(self) -> _Number:
@@ -136,12 +141,102 @@ class _GroupState:
                 for group, issued in before.items()
             )
 
-    def catch_up(self, number: _Number, others: Mapping[int, _Number]) -> None:
-        """This rank has asked with ``number`` in vain, and the ``others`` are at these calls, by rank."""
+    def count(self, before: _Issued | None) -> None:
+        """Counts a call."""
+        self.calls, self.before = self.next_call[-1], before
+        if self.calls % _PERIOD == 0 and not self.place and self.is_alive:
+            with suppress(RuntimeError):  # a store that is gone
+                if _get(distributed.store(self.group), self.key_of_meeting()) == str(self.calls):
+                    self.meeting = self.calls + _MEETING
+
+    def meets(self) -> bool:
+        """Whether the next call is one of a meeting. Calls in a step are none."""
+        self.end_call()
+        return self.calls < self.meeting and not self.place
+
+    def ask_for_meeting(self) -> None:
+        """After a time-out."""
+        self.meeting = 0  # the others are not there
+        call = (*self.place, self.calls)[0]
+        with suppress(RuntimeError):
+            store, key = distributed.store(self.group), self.key_of_meeting()
+            if call >= self.next_request and int(_get(store, key) or 0) <= call:
+                begin = (call // _PERIOD + 2) * _PERIOD  # all ranks will have seen that by then
+                store.set(key, str(begin))
+                self.next_request, self.pause = begin + self.pause * _PERIOD, min(2 * self.pause, _MAX_PAUSE)
+
+    def key_of_meeting(self) -> str:
+        return f"thunder_cg/{_state(self.group).generation}/{self._meetings}"
+
+
+class _GroupState(_Clock):
+    """What this process knows of one group."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__(group, "meeting")
+        self.ahead: dict[int, tuple[int, int]] = {}  # by rank: the later call that it was at, and by how many
+        self.timeouts = 0  # since the ranks last agreed, and half of those before
+        self.is_closed = False  # whether it has been shut down or aborted
+        # See Note [Same options].
+        self.functions = 0  # with Thunder's collectives in it, that have been called
+        self.options: str | None = None  # of all of them, on all ranks; None if they differ
+        self.holders: weakref.WeakSet[Recorder] = weakref.WeakSet()
+        self.keep_eager: weakref.WeakSet[object] = weakref.WeakSet()  # programs that no graph is to hold
+
+    @cached_property
+    def generation(self) -> int:
+        """How many groups with these keys this rank has had: see Note [Keys in the store]."""
+        return distributed.store(self.group).add(f"thunder_cg/generation/{self.group.rank()}", 1)
+
+    def other_ranks(self) -> list[tuple[int, int]]:
+        """As the group and as the default group number them."""
+        group = self.group
+        return [(index, rank) for index, rank in enumerate(distributed.ranks(group)) if index != group.rank()]
+
+    def key(self, number: _Number, stage: str, rank: int) -> str:
+        """Calls in a step have other keys than the step."""
+        return f"thunder_cg/{self.generation}/{len(number)}/{stage}/{rank}"
+
+    def put(self, number: _Number, stage: str, vote: str) -> None:
+        if self.is_alive:
+            with suppress(RuntimeError):  # the store is gone with the rank that had it, and so is who would read it
+                key = self.key(number, stage, self.group.rank())
+                distributed.store(self.group).set(key, f"{_text(number)} {vote}")
+
+    def said(self, number: _Number, stage: str, rank: int) -> dict[_Number, str]:
+        """What another rank has said last, by call: whoever has voted may decline a later call."""
+        keys = [self.key(number, each, rank) for each in ("", stage)]
+        put = [found.split(" ", 1) for key in keys if (found := _get(distributed.store(self.group), key)) is not None]
+        return {tuple(map(int, text.split("."))): vote for text, vote in put if vote != _NOTHING}
+
+    def latest(self, number: _Number, stage: str, rank: int) -> _Number:
+        """The latest call that another rank has said something of; this one if it has said nothing."""
+        return max(self.said(number, stage, rank), default=number)
+
+    def await_next(self, number: _Number, stage: str, rank: int, deadline: float) -> None:
+        """Waits until another rank is at a later call."""
+        _awaited(lambda: self.latest(number, stage, rank) > number or None, deadline)
+
+    def vote(self, number: _Number, stage: str, rank: int, deadline: float) -> str | None:
+        """What another rank says of the call, which it declines if it is at a later one; None if nothing in time."""
+
+        def look() -> str | None:
+            said, known = self.said(number, stage, rank), self.ahead.get(rank)
+            latest = max(said, default=number)
+            if number in said or latest <= number or (known is not None and known[:1] == latest):
+                return said.get(number)  # what it has said of a later call once is no answer to the next one
+            now = f"it is at call {_text(latest)} that communicates in the group, and this rank at {_text(number)}"
+            return f"{_NO}{now}; call modules and steps on all ranks alike"
+
+        return _awaited(look, deadline)
+
+    def catch_up(self, number: _Number, stage: str) -> None:
+        """This rank has asked with ``number`` in vain."""
         if self.place:
             return  # the next step begins to count anew
         counts_on, later = 0, {}
-        for rank, (call,) in others.items():
+        for rank, _ in self.other_ranks():
+            (call,) = self.latest(number, stage, rank)
             if (by := call - number[0]) > 0:
                 known, was_by = self.ahead.get(rank, (call, by))
                 if known != call and was_by == by:
@@ -150,21 +245,19 @@ class _GroupState:
         self.calls += counts_on
         self.ahead = {rank: (call, by - counts_on) for rank, (call, by) in later.items()}
 
-    def meets(self) -> bool:
-        """Whether the next call is one of a meeting. Calls in a step are none."""
-        self.end_call()
-        return self.calls < self.meeting and not self.place
+
+_states: weakref.WeakKeyDictionary[ProcessGroup, _GroupState] = weakref.WeakKeyDictionary()
+_common: weakref.WeakKeyDictionary[ProcessGroup, _Clock] = weakref.WeakKeyDictionary()  # see Note [Several groups]
 
 
-_States = weakref.WeakKeyDictionary[ProcessGroup, _GroupState]
-_states: _States = weakref.WeakKeyDictionary()
-_common: _States = weakref.WeakKeyDictionary()  # of a default group: see Note [Several groups]
+def _state(group: ProcessGroup) -> _GroupState:
+    if (state := _states.get(group)) is None:
+        state = _states[group] = _GroupState(group)
+    return state
 
 
 def _close_holders(group: ProcessGroup, *, may_wait: bool) -> None:
-    state = _states.get(group)
-    if state is None:
-        return
+    state = _state(group)
     state.is_closed = True
     for holder in [*state.holders]:
         holder.close_recordings(may_wait=may_wait)
@@ -181,10 +274,11 @@ class Round:
     def __init__(
         self, groups: Sequence[ProcessGroup], *, asks: bool, together: Sequence[ProcessGroup] | None = None
     ) -> None:
-        votes = [group for group in _with_others(groups) if asks and not _states[group].is_captured]
-        self._numbers = {group: _states[group].next_call for group in votes}
-        self._clock = _clock(together or groups)
-        self._is_meeting = _meets(self._clock)
+        self._groups = [*groups]  # a state does not hold its group
+        states = [state for state in _with_others(groups) if asks and not state.is_captured]
+        self._numbers = {state: state.next_call for state in states}
+        self._clocks = _clocks(together or groups)
+        self._is_meeting = any(map(_Clock.meets, self._clocks))
         self._has_declined = self._has_agreed = False
 
     def decline(self, reason: str) -> None:
@@ -200,17 +294,15 @@ class Round:
         """
         self._put(stage, (_LATE if is_late else _NO if may_pass else _NEVER) + reason)
 
-    def _put(self, stage: str, vote: str, groups: Iterable[ProcessGroup] | None = None) -> None:
-        for group in self._numbers if groups is None else groups:
-            if distributed.is_alive(group):
-                number = self._numbers[group]
-                with suppress(RuntimeError):  # the store is gone with the rank that had it, and so is who would read it
-                    distributed.store(group).set(_key(group, number, stage, group.rank()), f"{_text(number)} {vote}")
+    def _put(self, stage: str, vote: str) -> None:
+        for state, number in self._numbers.items():
+            state.put(number, stage, vote)
 
     def withdraw(self, groups: Collection[ProcessGroup]) -> None:
         """Takes back what was said in other groups than these: the call does not communicate there, after all."""
-        if self._has_declined:
-            self._put("", _NOTHING, [group for group in self._numbers if group not in groups])
+        for state, number in self._numbers.items() if self._has_declined else ():
+            if state.group not in groups:
+                state.put(number, "", _NOTHING)
 
     def ask(self, stage: str, subject: str | Mapping[ProcessGroup, str], *, could_replay: bool = False) -> bool:
         """Votes for ``subject`` at ``stage``, and waits. Returns whether all ranks could replay instead.
@@ -222,26 +314,23 @@ class Round:
             RanksDiffer: the ranks do not agree.
         """
         all_could = could_replay
-        for group, number in self._numbers.items():
-            its = subject if isinstance(subject, str) else subject[group]
-            self._put(stage, its + _HAS * all_could, [group])
+        for state, number in self._numbers.items():
+            its = subject if isinstance(subject, str) else subject[state.group]
+            state.put(number, stage, its + _HAS * all_could)
             try:
-                patience = self._patience(_states[group], could_replay=could_replay)
-                all_could &= self._compare(group, number, stage, its, patience)
+                patience = self._patience(state, could_replay=could_replay)
+                all_could &= self._compare(state, number, stage, its, patience)
             except RanksDiffer as problem:
                 # For those that still wait, or ask later.
                 self.refuse(stage, str(problem), may_pass=problem.may_pass, is_late=problem.no_answer)
                 with suppress(RuntimeError):  # the store is gone
-                    said = {index: _said(group, number, stage, index) for index, _ in _other_ranks(group)}
-                    _states[group].catch_up(
-                        number, {index: max(calls, default=number) for index, calls in said.items()}
-                    )
-                if problem.no_answer and self._clock is not None:
-                    _ask_for_meeting(*self._clock)
+                    state.catch_up(number, stage)
+                for clock in self._clocks if problem.no_answer else ():
+                    clock.ask_for_meeting()
                 raise
-        for group in self._numbers if not (self._has_agreed or all_could) else ():
-            _states[group].timeouts //= 2  # the others are there again
-            _states[group].ahead.clear()
+        for state in self._numbers if not (self._has_agreed or all_could) else ():
+            state.timeouts //= 2  # the others are there again
+            state.ahead.clear()
         self._has_agreed = True
         return all_could
 
@@ -254,12 +343,12 @@ class Round:
         shortest = _MEETING_TIMEOUT if self._is_meeting else _SHORTEST
         return max(_TIMEOUT * 0.5**state.timeouts, shortest)
 
-    def _compare(self, group: ProcessGroup, number: _Number, stage: str, subject: str, patience: float) -> bool:
+    def _compare(self, state: _GroupState, number: _Number, stage: str, subject: str, patience: float) -> bool:
         """Whether all other ranks could replay; raises `RanksDiffer` unless they vote for ``subject``."""
-        state, deadline, all_could = _states[group], time.monotonic() + patience, True
-        for index, rank in _other_ranks(group):
+        deadline, all_could = time.monotonic() + patience, True
+        for index, rank in state.other_ranks():
             try:
-                vote = _vote(group, number, stage, index, deadline)
+                vote = state.vote(number, stage, index, deadline)
             except RuntimeError as error:
                 raise RanksDiffer(f"the store of its group fails: {error}", may_pass=True) from error
             if vote is None:
@@ -268,7 +357,7 @@ class Round:
                 raise RanksDiffer(problem, may_pass=True, no_answer=True)
             if vote.startswith(_LATE):  # it has left the call, and shows at its next one whether it counts more
                 state.timeouts += 1
-                _awaited(partial(_next_call, group, number, stage, index), time.monotonic() + min(patience, _LOOK))
+                state.await_next(number, stage, index, time.monotonic() + min(patience, _LOOK))
             for word in (_NO, _LATE, _NEVER):
                 if vote.startswith(word):
                     problem = f"rank {rank} does not capture it: {vote.removeprefix(word)}"
@@ -284,120 +373,40 @@ def _text(number: _Number) -> str:
     return ".".join(map(str, number))
 
 
-def _key(group: ProcessGroup, number: _Number, stage: str, rank: int) -> str:
-    """Calls in a step have other keys than the step."""
-    return f"thunder_cg/{_generation(group)}/{len(number)}/{stage}/{rank}"
-
-
-def _generation(group: ProcessGroup) -> int:
-    """How many groups with these keys this rank has had."""
-    state = _states[group]
-    if state.generation is None:
-        state.generation = distributed.store(group).add(f"thunder_cg/generation/{group.rank()}", 1)
-    return state.generation
-
-
-def _ask_for_meeting(group: ProcessGroup, state: _GroupState) -> None:
-    """After a time-out."""
-    state.meeting = 0  # the others are not there
-    store, call = distributed.store(group), (*state.place, state.calls)[0]
-    with suppress(RuntimeError):
-        key = _key_of_meeting(group, state)
-        if call >= state.next_request and int(_get(store, key) or 0) <= call:
-            begin = (call // _PERIOD + 2) * _PERIOD  # all ranks will have seen that by then
-            store.set(key, str(begin))
-            state.next_request, state.pause = begin + state.pause * _PERIOD, min(2 * state.pause, _MAX_PAUSE)
-
-
-def _look_for_meeting(group: ProcessGroup, state: _GroupState) -> None:
-    with suppress(RuntimeError):  # a store that is gone
-        if _get(distributed.store(group), _key_of_meeting(group, state)) == str(state.calls):
-            state.meeting = state.calls + _MEETING
-
-
 def _get(store: Store, key: str) -> str | None:
     """None if nobody has put anything there, which a store would wait for."""
     return store.get(key).decode() if store.check([key]) else None
 
 
-def _key_of_meeting(group: ProcessGroup, state: _GroupState) -> str:
-    return f"thunder_cg/{_generation(group)}/{state.key}"
-
-
 def meets(groups: Sequence[ProcessGroup]) -> bool:
     """Whether the next call that communicates in these groups is one of a meeting."""
-    return _meets(_clock(groups))
+    return any(map(_Clock.meets, _clocks(groups)))
 
 
-_Clock = tuple[ProcessGroup, _GroupState]
-
-
-def _meets(clock: _Clock | None) -> bool:
-    return clock is not None and clock[1].meets()
-
-
-def _clock(groups: Sequence[ProcessGroup]) -> _Clock | None:
-    """What says when calls in these groups meet; None if there are no other ranks. See Note [Several groups]."""
+def _clocks(groups: Sequence[ProcessGroup]) -> Sequence[_Clock]:
+    """What says when calls in these groups meet; nothing if there are no other ranks. See Note [Several groups]."""
     others = _with_others(groups)
-    return (others[0], _states[others[0]]) if len(others) == 1 else _common_clock() if others else None
+    return others if len(others) < 2 else _common_clocks()
 
 
-def _common_clock() -> _Clock | None:
-    """That of calls in several groups; None without a default group."""
+def _common_clocks() -> list[_Clock]:
+    """That of calls in several groups; none without a default group."""
     known = distributed.default_group()
-    if known is None or (world := known()) is None:
-        return None
-    _states.setdefault(world, _GroupState())
-    return world, _common.setdefault(world, _GroupState("meeting of several groups"))
+    world = known() if known is not None else None
+    return [] if world is None else [_common.setdefault(world, _Clock(world, "meeting of several groups"))]
 
 
-def _with_others(groups: Sequence[ProcessGroup]) -> list[ProcessGroup]:
+def _with_others(groups: Iterable[ProcessGroup]) -> list[_GroupState]:
     """The groups of several ranks: in any other, this rank has nobody to agree with."""
-    return [group for group in groups if group.size() > 1]
+    return [_state(group) for group in groups if group.size() > 1]
 
 
-def _other_ranks(group: ProcessGroup) -> list[tuple[int, int]]:
-    """As the group and as the default group number them."""
-    return [(index, rank) for index, rank in enumerate(distributed.ranks(group)) if index != group.rank()]
+def _counted(groups: Iterable[ProcessGroup], clocks: Sequence[_Clock]) -> list[_Clock]:
+    """What counts a call that communicates in the groups, and that meets others by these clocks."""
+    return [*dict.fromkeys([*map(_state, groups), *clocks])]
 
 
-def _count(groups: Iterable[ProcessGroup], clock: _Clock | None, before: _Issued | None = None) -> None:
-    """Counts a call that communicates in the groups, and that meets others by this clock."""
-    states = [(group, _states[group]) for group in groups]
-    for group, state in (*states, *([clock] if clock is not None and clock not in states else [])):
-        state.calls, state.before = state.next_call[-1], before
-        if state.calls % _PERIOD == 0 and not state.place and distributed.is_alive(group):
-            _look_for_meeting(group, state)
-
-
-def _said(group: ProcessGroup, number: _Number, stage: str, rank: int) -> dict[_Number, str]:
-    """What another rank has said last, by call: whoever has voted may decline a later call."""
-    keys = [_key(group, number, each, rank) for each in ("", stage)]
-    put = [found.split(" ", 1) for key in keys if (found := _get(distributed.store(group), key)) is not None]
-    return {tuple(map(int, text.split("."))): vote for text, vote in put if vote != _NOTHING}
-
-
-def _next_call(group: ProcessGroup, number: _Number, stage: str, rank: int) -> str | None:
-    """A later call that another rank is at; None if it is at none."""
-    latest = max(_said(group, number, stage, rank), default=number)
-    return _text(latest) if latest > number else None
-
-
-def _vote(group: ProcessGroup, number: _Number, stage: str, rank: int, deadline: float) -> str | None:
-    """What another rank says of the call, which it declines if it is at a later one; None if nothing in time."""
-
-    def look() -> str | None:
-        said, known = _said(group, number, stage, rank), _states[group].ahead.get(rank)
-        latest = max(said, default=number)
-        if number in said or latest <= number or (known is not None and known[:1] == latest):
-            return said.get(number)  # what it has said of a later call once is no answer to the next one
-        now = f"it is at call {_text(latest)} that communicates in the group, and this rank at {_text(number)}"
-        return f"{_NO}{now}; call modules and steps on all ranks alike"
-
-    return _awaited(look, deadline)
-
-
-def _awaited(look: Callable[[], str | None], deadline: float, what: str = "") -> str | None:
+def _awaited(look: Callable[[], _Found | None], deadline: float, what: str = "") -> _Found | None:
     """What ``look`` finds in a store in time, which is asked again and again; the log says ``what`` is waited for.
 
     One long wait would keep other threads, such as NCCL's watchdog, from the store.
@@ -431,37 +440,41 @@ class Collectives:
         self._groups, self._asks, self._watch = list(groups), asks, watch
         self._together = groups if together is None else together
         self._before: _Issued = weakref.WeakKeyDictionary()  # the call under way
-        for group in groups:
-            _states.setdefault(group, _GroupState())
 
     @cached_property
-    def _clock(self) -> _Clock | None:
-        return _clock(self._together)
+    def _clocks(self) -> Sequence[_Clock]:
+        return _clocks(self._together)
+
+    @cached_property
+    def _counted(self) -> Sequence[_Clock]:
+        return _counted(self._groups, self._clocks)
 
     def held_by(self, holder: Recorder) -> None:
         """``holder`` is told before one of the groups goes."""
         distributed.before_shutdown(_close_holders)
         for group in self._groups:
-            _states[group].holders.add(holder)
+            _state(group).holders.add(holder)
 
     def are_alive(self) -> bool:
-        return all(distributed.is_alive(group) and not _states[group].is_closed for group in self._groups)
+        return all(distributed.is_alive(group) and not _state(group).is_closed for group in self._groups)
 
     def meets(self) -> bool:
         """Whether the next call is one of a meeting."""
-        return self._asks and _meets(self._clock)
+        return self._asks and any(map(_Clock.meets, self._clocks))
 
     def next_round(self) -> Round:
         """To be called once for each call that communicates, before its first collective."""
         opened = Round(self._groups, asks=self._asks, together=self._together)
         issued = ((group, distributed.progress(group)) for group in self._groups)
         self._before = weakref.WeakKeyDictionary(issued)
-        _count(self._groups, self._clock, self._before)
+        for each in self._counted:
+            each.count(self._before)
         return opened
 
     def count_replay(self) -> None:
         """Counts a call that only replays, which says nothing."""
-        _count(self._groups, self._clock)
+        for each in self._counted:
+            each.count(None)
         self._watch(self._groups)
 
     def note_launch(self) -> None:
@@ -489,8 +502,6 @@ class SameOptions:
     ) -> None:
         self._groups, self._options, self._waits = list(groups), dict(options), waits
         self._checked = _functions.setdefault(function, weakref.WeakKeyDictionary())
-        for group in groups:
-            _states.setdefault(group, _GroupState())
 
     def check(self, label: str) -> None:
         """To be called before the version communicates.
@@ -498,21 +509,21 @@ class SameOptions:
         Raises:
             OptionsDiffer: those of another rank are other ones, or it has said nothing until the group's time-out.
         """
-        for group in filter(distributed.is_alive, _with_others(self._groups)):
-            if group not in self._checked:
-                self._checked[group] = self._compare(group, label)
-            if self._checked[group]:
-                raise OptionsDiffer(label, self._checked[group])
+        for state in _with_others(filter(distributed.is_alive, self._groups)):
+            if state.group not in self._checked:
+                self._checked[state.group] = self._compare(state, label)
+            if self._checked[state.group]:
+                raise OptionsDiffer(label, self._checked[state.group])
 
-    def _compare(self, group: ProcessGroup, label: str) -> str:
+    def _compare(self, state: _GroupState, label: str) -> str:
         """Tells the other ranks the options; in which rank's they differ, and how, "" if in none."""
-        state, store, said = _states[group], distributed.store(group), json.dumps(self._options)
-        key = f"thunder_cg/{_generation(group)}/options/{state.functions + 1}"
+        group, said = state.group, json.dumps(self._options)
+        store, key = distributed.store(group), f"thunder_cg/{state.generation}/options/{state.functions + 1}"
         store.set(f"{key}/{group.rank()}", said)
         are_usual, is_alone, problems = state.options == said, False, []
         limit = _TIMEOUT if are_usual else distributed.timeout(group)
         deadline = time.monotonic() + limit
-        for index, rank in _other_ranks(group) if self._waits else ():
+        for index, rank in state.other_ranks() if self._waits else ():
             what = f"{label}: waits for rank {rank}, which has to run it, compiled with the same options,"
             put = _awaited(partial(_options_of, store, f"{key}/{index}", said), deadline, what)
             if put is None and not are_usual:
@@ -541,7 +552,7 @@ def _options_of(store: Store, key: str, mine: str) -> str | None:
 def keep_eager(groups: Sequence[ProcessGroup], program: object) -> None:
     """No graph of a step is to hold collectives of these groups, as long as there is the program."""
     for group in groups:
-        _states.setdefault(group, _GroupState()).keep_eager.add(program)
+        _state(group).keep_eager.add(program)
 
 
 class StepCall:
@@ -563,8 +574,8 @@ class StepCall:
         for group, progress in self._before:
             now = distributed.progress(group) if distributed.is_alive(group) else {}
             kinds = {kind for kind, count in now.items() if count != progress.get(kind, 0)}
-            _states[group].end_call()
-            if _states[group].calls or kinds:
+            _state(group).end_call()
+            if _state(group).calls or kinds:
                 self.groups.append(group)
                 self.objection = self.objection or _objection(group, kinds, self._device_type)
 
@@ -589,9 +600,7 @@ def call_of_step(device_type: str, votes: Round | None = None, *, is_capture: bo
         yield (call := StepCall())
         call.objection = "another thread runs a step, so it is not known what this one communicates", True
         return
-    states = [_states.setdefault(group, _GroupState()) for group in groups]
-    if (common := _common_clock()) is not None:
-        states.append(common[1])
+    states = [*map(_state, groups), *_common_clocks()]
     call = StepCall(device_type, [(group, distributed.progress(group)) for group in groups])
     numbers = [state.next_call for state in states]
     before = [(state.place, state.calls, state.is_captured) for state in states]
@@ -604,8 +613,8 @@ def call_of_step(device_type: str, votes: Round | None = None, *, is_capture: bo
         for state, (place, calls, is_captured) in zip(states, before):
             state.end_call()
             state.place, state.calls, state.is_captured = place, calls, is_captured
-        if not is_capture:
-            _count(call.groups, _clock(call.groups))
+        for each in _counted(call.groups, _clocks(call.groups)) if not is_capture else ():
+            each.count(None)
         if votes is not None:
             votes.withdraw(call.groups)
         _runs_a_step.release()
@@ -613,9 +622,9 @@ def call_of_step(device_type: str, votes: Round | None = None, *, is_capture: bo
 
 def _objection(group: ProcessGroup, kinds: Set[str], device_type: str) -> tuple[str, bool] | None:
     """As `StepCall.objection`, to what has been communicated in a group, on these kinds of devices."""
-    if _states[group].is_closed:
+    if _state(group).is_closed:
         return DESTROYED, False
-    if _states[group].keep_eager:
+    if _state(group).keep_eager:
         problem = 'a module that communicates in the same group was compiled with capture_collectives="never"'
         return f"{problem}; compile it without that option", False
     if "cpu" in kinds and device_type != "cpu":  # as gloo does, on behalf of a GPU, too
