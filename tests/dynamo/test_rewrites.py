@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,13 @@ import thunder
 import torch
 from support import regions, same
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from thunder_cg import explain, thunderfx
+from thunder_cg.dynamo.constants import compute_numbers_first
 from thunder_cg.errors import LayoutError
 
 
@@ -1600,3 +1604,20 @@ def test_a_mask_as_index(backend, device):
         same(graphed(x), fn(x))
     (trace,) = explain(graphed).traces
     assert len(trace.regions) == 1 and not trace.counts["eager"]
+
+
+def test_numbers_are_computed_early_in_their_order():
+    sizes = FakeTensorMode(shape_env=ShapeEnv())
+    tensor = sizes.from_tensor(torch.ones(3, 5), static_shapes=False)
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    relu = graph.call_function(torch.relu, (x,))
+    rows, columns = (graph.call_method("size", (x, i)) for i in range(2))
+    product = graph.call_function(operator.mul, (columns, rows))
+    graph.output(graph.call_method("reshape", (relu, product)))
+    values = (tensor, tensor, *tensor.size(), tensor.numel())
+    for node, value in zip((x, relu, rows, columns, product), values):
+        node.meta["example_value"] = value
+    compute_numbers_first(graph)
+    graph.lint()
+    assert [*graph.nodes][1:5] == [rows, columns, product, relu]

@@ -81,14 +81,15 @@ def read_sizes_first(graph: Graph) -> None:
 
 def compute_numbers_first(graph: Graph) -> None:
     """Computes a number as soon as the sizes that it is made of are known, so that it cuts nothing in two."""
-    position = {node: i for i, node in enumerate(graph.nodes)}
+    last = [*graph.nodes]  # at each place, where numbers that are made there come one after the other
+    place = {node: i for i, node in enumerate(last)}
     written = {each for node in graph.nodes for each in written_by(node)}
     for node in [node for node in graph.nodes if node.op.startswith("call") and is_number(node)]:
         inputs = node.all_input_nodes
         if inputs and written.isdisjoint(inputs) and (node.target == "size" or all(map(is_number, inputs))):
-            last = max(inputs, key=position.__getitem__)
-            last.append(node)
-            position[node] = position[last]
+            place[node] = at = max(place[each] for each in inputs)
+            last[at].append(node)
+            last[at] = node
 
 
 def _after(node: Node, placeholders: Sequence[Node]) -> Node:
