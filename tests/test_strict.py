@@ -74,7 +74,7 @@ def test_strict_ops_raises_for_an_eager_op_when_thunder_compiles(transform, devi
     jitted = thunder.jit(scaled, transforms=[transform(strict="ops")])
     for _ in range(2):
         with pytest.raises(
-            CaptureError, match=r"Tensor.item at test_strict.py:\d+: runs eagerly, which makes 3 of 3"
+            CaptureError, match=r"Tensor.item at test_strict.py:\d+: runs eagerly, the cause of 3 of 3"
         ) as error:
             jitted(x)
         assert "leave the read out: operators take a 0-dim tensor" in str(error.value) and 'strict="ops"' in str(

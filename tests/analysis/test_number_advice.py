@@ -103,7 +103,7 @@ def test_advice_for_a_read_in_a_file_that_cannot_be_read(tmp_path: Path) -> None
     [
         ("torch.bincount", "in the place of bincount"),
         ("torch.repeat_interleave y = x", "in the place of repeat_interleave(x, counts)"),
-        ("torch.nonzero", "nonzero_static(mask, size=n) in the place of"),
+        ("torch.nonzero", "with n rows always, filled up with -1, the index of the last element; or"),
         ("getitem y = x[x > 0]", "mask.unsqueeze(-1) for rows, in the place of x[mask]: it keeps the shape of x"),
         ("torch.unique", FIXED_SIZE),
     ],

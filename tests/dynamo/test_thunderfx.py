@@ -737,7 +737,7 @@ class _KeepsAfterwards(nn.Module):
 @pytest.mark.parametrize(
     ("model", "condition", "advice", "better"),
     [
-        (_Counts(0), "self.calls == 0", "make self.calls a tensor, and change it in place", _Counts(torch.zeros(()))),
+        (_Counts(0), "self.calls == 0", "if calls change self.calls, make it a tensor", _Counts(torch.zeros(()))),
         (_Keeps(0), "not self.seen", "add to self.seen after the call, not in it", _KeepsAfterwards()),
     ],
 )
@@ -998,7 +998,7 @@ def test_numbers_that_a_module_counts(backend, device):
         same(graphed(x), torch.sin(x) * 2)
     report = explain(graphed)
     assert module.calls == 8 and len(report.traces) == 2 and sum(trace.replays for trace in report.traces) == 5
-    assert "make self.calls a tensor, and change it in place; if it bounds a slice" in str(report)
+    assert "if calls change self.calls, make it a tensor, and write it in place; if it bounds a slice" in str(report)
 
 
 @pytest.mark.parametrize("create_graph", [False, True])

@@ -286,7 +286,7 @@ def test_of_shapes_that_grow_a_cache_comes_first() -> None:
     ("condition", "said"),
     [
         ("n == 0", "pass n as a 0-dim tensor; if it bounds a slice, "),
-        ("self.p == 0.25", "make self.p a tensor, and change it in place; if it is the p of a dropout, "),
+        ("self.p == 0.25", "if calls change self.p, make it a tensor, and write it in place; if it is the p of a"),
         ("self.keys is None", "make self.keys before the first call; if it is a cache"),
         ("tensor 'x' requires_grad mismatch. expected requires_grad=0", "inputs with a gradient and those without"),
         ("name == 'l1'", "keep it to a few values"),

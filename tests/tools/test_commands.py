@@ -82,6 +82,23 @@ def test_explain_says_what_to_do_if_nothing_is_compiled(tmp_path: Path, capsys: 
     assert (sys.argv, sys.path, sys.modules["__main__"]) == before
 
 
+def test_explain_of_a_script_that_ends_before_it_compiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "ends.py"
+    path.write_text("import sys; sys.exit(3)")
+    with pytest.raises(SystemExit, match="3"):
+        main(["explain", str(path)])
+    assert "no global variable" in capsys.readouterr().err
+
+
+def test_what_thunder_cannot_compile_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "branches.py"
+    path.write_text("import torch\ndef make():\n  return lambda x: x if x.sum() > 0 else x + 1, torch.ones(3)\n")
+    assert main(["explain", f"{path}:make"]) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith("NotImplementedError: casting") and len(said.err.splitlines()) == 1
+    assert said.out.count("To try: ") == 1
+
+
 SINE = """
 import thunder, torch
 from thunder_cg import cudagraph_transform

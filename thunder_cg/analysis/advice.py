@@ -39,8 +39,8 @@ _MASKED = (
     "divides it by mask.sum()"
 )
 _ROWS = (
-    "nonzero_static(mask, size=n) in the place of nonzero and torch.where(mask), with n rows always, filled up with -1"
-    f"; or {_MASKED}"
+    "nonzero_static(mask, size=n) in the place of nonzero and torch.where(mask), with n rows always, filled up "
+    f"with -1, the index of the last element; or {_MASKED}"
 )
 _OF_SIZE = {  # by what is in the name of the operator, in the line, or in the message of an error
     "bincount": "(x[:, None] == torch.arange(n)).sum(0) in the place of bincount",

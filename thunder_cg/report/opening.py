@@ -152,7 +152,8 @@ def _fewer_of_one(function: str, condition: str) -> str:
     if (found := _OWN_LIST.match(condition)) is not None:
         return f"add to {found[1]} after the call, not in it"
     if (found := _NUMBER.match(condition)) is not None:
-        how = "make {} a tensor, and change it in place" if "." in found[1] else "pass {} as a 0-dim tensor"
+        of_module = "if calls change {}, make it a tensor, and write it in place"
+        how = of_module if "." in found[1] else "pass {} as a 0-dim tensor"
         return f"{how.format(found[1])}{for_numbers([ast.literal_eval(found[2])])}"
     if (found := _UNSET.match(condition)) is not None:
         return f"make {found[1]} before the first call; {IF_CACHE}"

@@ -29,6 +29,7 @@ from thunder_cg.executor import executor
 from thunder_cg.report.programs import failed_calls, jitted_parts, locate, that_counts
 from thunder_cg.report.state import state_kept
 from thunder_cg.runtime.backend import Timer
+from thunder_cg.runtime.compilation import compile_failures, set_compile_failures
 from thunder_cg.runtime.functions import unused
 from thunder_cg.runtime.program import Counts, Program, program_of
 from thunder_cg.runtime.recording import Recording
@@ -72,7 +73,8 @@ def _uncounted(fn: Any) -> Iterator[None]:
     of_function = counting.counts if counting is not None else None
     counts = {id(each.program): each.program.counts() for each in locate(fn).programs}
     replays = {each: each.replays for each in _recordings(fn)}
-    calls = {id(part): (thunder.compile_stats(part).calls, failed_calls(part)) for part in jitted_parts(fn)}
+    calls = {part: (thunder.compile_stats(part).calls, failed_calls(part)) for part in jitted_parts(fn)}
+    raised = {part: compile_failures(thunder.compile_stats(part)) for part in calls}
     try:
         yield
     finally:
@@ -84,7 +86,8 @@ def _uncounted(fn: Any) -> Iterator[None]:
             recording.replays = replays.get(recording, 0)
         for part in jitted_parts(fn):
             statistics = thunder.compile_stats(part)
-            statistics.calls, failed = calls.get(id(part), (0, 0))
+            statistics.calls, failed = calls.get(part, (0, 0))
+            set_compile_failures(statistics, raised.get(part, (0, None)))
             statistics.cache_misses -= failed_calls(part) - failed
 
 

@@ -39,12 +39,17 @@ def changed_part(model: str, part: str) -> str:
 
 
 # How often Thunder raised, and what it raised last, by its statistics of what it compiled.
-_compile_failures: WeakKeyDictionary[Any, tuple[int, str]] = WeakKeyDictionary()
+_compile_failures: WeakKeyDictionary[Any, tuple[int, str | None]] = WeakKeyDictionary()
 
 
 def compile_failures(statistics: Any) -> tuple[int, str | None]:
     """How often Thunder raised while it compiled what has these statistics, and what last, where, and what to try."""
     return _compile_failures.get(statistics, (0, None))
+
+
+def set_compile_failures(statistics: Any, before: tuple[int, str | None]) -> None:
+    """Has it be as it was when `compile_failures` returned this."""
+    _compile_failures[statistics] = before
 
 
 @contextmanager

@@ -65,12 +65,12 @@ def main(argv: Sequence[str]) -> int:
         call = _compiled(made, name, parser)
         variables, raised = {name: call.func}, _make_calls(call, arguments.calls)
     reports = _reports(variables)
-    if not reports and not raised:
+    if not reports and (not raised or isinstance(raised[0], SystemExit)):
         problem = "no global variable has a function or module that was compiled with cudagraph_transform()"
         fix = "assign it to one, as in: jmodel = thunder.jit(model, transforms=[cudagraph_transform()])"
         inside = "where it is a variable of a function, such as main(), have that print thunder_cg.explain(jmodel)"
         print(f"{file}: {problem}; {fix}; {inside}", file=sys.stderr)
-        return 1
+        return _status(raised[0]) if raised else 1
     _print(reports)
     _write(reports, file.name, arguments.html, arguments.json)
     if raised:
@@ -139,7 +139,8 @@ def _printing_errors(is_reported: Callable[[], bool] = bool) -> Iterator[list[Ba
             print_interruption(error)
             return
         if is_reported():
-            print("".join(traceback.format_exception_only(type(error), error)), end="", file=sys.stderr)
+            said = "".join(traceback.format_exception_only(type(error), error))
+            print(said.partition("\n")[0], file=sys.stderr)  # the report has the rest, with what to try
             return
         frames = error.__traceback__
         while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
