@@ -13,8 +13,14 @@ from multiprocessing.pool import ThreadPool
 from types import SimpleNamespace
 
 import pytest
+import thunder
+import torch
+from support import replays
+from torch import distributed as dist
 from torch.distributed import DistNetworkError, HashStore
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from thunder_cg import cudagraph_transform
 from thunder_cg.compat import distributed
 from thunder_cg.errors import OptionsDiffer, RanksDiffer
 from thunder_cg.runtime import agreement
@@ -229,6 +235,24 @@ def test_a_store_that_is_gone(store: HashStore, group: Group, monkeypatch: pytes
     agreement._state(group).count(None)
     with pytest.raises(RanksDiffer, match="the store of its group fails: connection reset"):
         votes.ask("before", "subject")
+
+
+def test_a_fake_group_has_no_other_ranks() -> None:
+    """Its store has no methods, and nobody answers."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+
+        def reduced(x: torch.Tensor) -> torch.Tensor:
+            y = x * 2
+            dist.all_reduce(y)
+            return torch.tanh(y)
+
+        compiled = thunder.jit(reduced, transforms=[cudagraph_transform(backend="tape")])
+        for _ in range(3):
+            compiled(torch.ones(2))
+        assert replays(compiled) == 2
+    finally:
+        dist.destroy_process_group()
 
 
 def test_time_outs_get_short(store: HashStore, group: Group, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -250,6 +250,12 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+def has_other_ranks(group: ProcessGroup) -> bool:
+    """Whether this rank has others to agree with. A group with PyTorch's fake backend only says that it has some."""
+    backend, _ = _world.pg_map.get(group, ("", None))
+    return group.size() > 1 and backend != "fake"
+
+
 def is_alive(group: ProcessGroup) -> bool:
     """Whether the group has not been destroyed. A group that is made anew is another object."""
     return group in _world.pg_map

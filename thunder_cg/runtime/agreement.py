@@ -398,7 +398,7 @@ def _common_clocks() -> list[_Clock]:
 
 def _with_others(groups: Iterable[ProcessGroup]) -> list[_GroupState]:
     """The groups of several ranks: in any other, this rank has nobody to agree with."""
-    return [_state(group) for group in groups if group.size() > 1]
+    return [_state(group) for group in groups if distributed.has_other_ranks(group)]
 
 
 def _counted(groups: Iterable[ProcessGroup], clocks: Sequence[_Clock]) -> list[_Clock]:
