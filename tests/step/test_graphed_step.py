@@ -620,7 +620,9 @@ def test_learning_rates(step_twins):
     report = explain(step)
     lines = str(report).splitlines()
     assert lines[0] == f"Step step: {step.replays} of 18 calls replayed the whole step as one graph; 3 captures"
-    assert any("'lr'] changed from 0.05 to 0.025" in line for line in lines[2:])
+    first = next(i for i, line in enumerate(lines) if line.endswith("['lr'] changed, between calls"))
+    assert lines[first + 1] == "      from 0.05 to 0.025 and later to others"
+    assert max(map(len, lines[1 : first + 2])) <= 80
     assert len(report.memory.recordings) == 3
     assert report.replays + report.captures + sum(report.in_python.values()) == report.calls == 18
     assert report.to_dict()["in_python"] == report.in_python
