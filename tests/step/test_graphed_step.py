@@ -620,7 +620,9 @@ def test_learning_rates(step_twins):
     report = explain(step)
     lines = str(report).splitlines()
     assert lines[0] == f"Step step: {step.replays} of 18 calls replayed the whole step as one graph; 3 captures"
-    assert any("'lr'] changed from 0.05 to 0.025" in line for line in lines[2:])
+    first = next(i for i, line in enumerate(lines) if line.endswith("['lr'] changed, between calls"))
+    assert lines[first + 1] == "      from 0.05 to 0.025 and later to others"
+    assert max(map(len, lines[1 : first + 2])) <= 80
     assert len(report.memory.recordings) == 3
     assert report.replays + report.captures + sum(report.in_python.values()) == report.calls == 18
     assert report.to_dict()["in_python"] == report.in_python
@@ -1248,6 +1250,39 @@ def test_an_argument_with_a_gradient(step_twins):
         x.grad = x.clone() if i > 3 else None
         same(step(x), x * (2.0 if i > 3 else 1.0))
     assert step.replays == 2 and "a tensor that has a gradient" in why(step)
+
+
+@pytest.mark.parametrize("how", ["swapped", "given away"])
+def test_gradients_that_get_another_parameter(step_twins, how):
+    a, b = (nn.Parameter(torch.ones(2, device=step_twins.device)) for _ in range(2))
+
+    def fn(x):
+        b.grad.mul_(0.5) if how == "swapped" else None
+        a.grad, b.grad = b.grad, a.grad if how == "swapped" else x + 1.0
+        return x * 2.0
+
+    step = step_twins.graphed(fn)
+    for i in range(8):
+        a.grad, b.grad = torch.full_like(a, i), torch.full_like(a, i + 8.0)
+        step(torch.ones_like(a))
+        same(a.grad, torch.full_like(a, (i + 8.0) * (0.5 if how == "swapped" else 1.0)))
+        same(b.grad, torch.full_like(a, i if how == "swapped" else 2.0))
+    assert not step.captures and "the gradient of another one; have it keep a clone" in why(step)
+
+
+def test_a_gradient_that_somebody_holds_is_there_after_a_capture_that_fails(step_twins):
+    weight = nn.Parameter(torch.ones(2, device=step_twins.device))
+
+    def fn(x):
+        weight.grad.mul_(2.0)
+        return x * float(x.sum())
+
+    step = step_twins.graphed(fn)
+    held = weight.grad = torch.ones_like(weight)
+    for _ in range(5):
+        step(torch.ones(2, device=step_twins.device))
+        assert weight.grad is held
+    assert not step.captures and torch.equal(held, torch.full_like(held, 32.0)), why(step)
 
 
 @pytest.mark.parametrize("how", ["of an optimizer", "in a list"])

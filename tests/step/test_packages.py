@@ -122,7 +122,7 @@ def test_packages_in_a_folder_of_their_own(tmp_path, monkeypatch):
 
 def test_the_line_of_a_package_is_named(step_twins, package, backend):
     step = step_twins.train(make_step(package.read))
-    said = str(explain(step))
+    said = str([*step.in_python])
     assert step.captures == 0 and "at test_step_reads.py:" in said
     line = (
         "in package_of_losses.py:43 (return y * float(y.detach().mean())); the host reads a value there; make that call"
@@ -154,7 +154,7 @@ def test_a_package_that_counts(step_twins, package):
 
     step = step_twins.train(make)
     assert step.captures == 0 and len(package.HISTORY) == 8
-    assert "without a history to package_of_losses.HISTORY" in str(explain(step))
+    assert "without a history to package_of_losses.HISTORY" in str([*step.in_python])
 
 
 def test_settings_of_pytorch_in_python(step_twins):
@@ -252,4 +252,4 @@ def test_a_step_that_asks_whether_it_is_captured(step_twins, backend, monkeypatc
     if asks is None:
         assert step.captures == 1 and step.replays >= 5, explain(step)
     else:
-        assert step.captures == 0 and "asks whether it is captured, at test_packages.py" in str(explain(step))
+        assert step.captures == 0 and "asks whether it is captured, at test_packages.py" in str([*step.in_python])

@@ -20,6 +20,7 @@ from thunder_cg.step import GraphedStep
 from thunder_cg.step.calls import StepCollective
 
 _VALUES = re.compile(r"(?<= changed) from .*? to .*?(?= \(see |, in the step|, in each step|, between calls|;|$)")
+_SEE = re.compile(r" \(see [^()]*\)")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -75,9 +76,12 @@ class StepReport(OfFunction):
             yield "All calls after the first ones replay: there is nothing to change."
         if self.in_python:
             yield "In Python, with the graphs of the compiled modules in it:"
-            yield from (f"  {number:,} x {reason}" for reason, number in self.in_python.items())
+            for reason, number in self.in_python.items():
+                first, *others = _parts(reason)
+                for part in (f"  {number:,} x {first}", *(f"      {each}" for each in others)):
+                    yield from terminal.wrap(part).splitlines()
         if lines := [*self._unreplayed()]:
-            yield f"What no replay does: {'; '.join(lines)}"
+            yield from terminal.wrap(f"What no replay does: {'; '.join(lines)}").splitlines()
         for number, kinds in enumerate(self.nodes):
             has = [", ".join(count(times, kind) for kind, times in kinds.items())] if kinds else []
             if has := [*has, *(self.collectives[number] if self.collectives else ())]:
@@ -114,6 +118,15 @@ def _collectives(communicates: Mapping[ProcessGroup, Sequence[StepCollective]]) 
             nbytes = [each.nbytes for each in total]
             said = text.collectives_alike(name, nbytes, name_of(group), group.size(), len(total))
             yield f"{said}; {sum(each.overlaps for each in total):,} can overlap with compute"
+
+
+def _parts(reason: str) -> Iterator[str]:
+    """What is said of a change, both values, the line, and each part of the fix; of another reason what there is."""
+    problem, *fix = reason.split("; ")
+    asides = [found[0] for pattern in (_VALUES, _SEE) if (found := pattern.search(problem)) is not None]
+    for each in asides:
+        problem = problem.replace(each, "", 1)
+    yield from (problem, *(each.strip(" ()") for each in asides), *fix)
 
 
 def _merged(reasons: Mapping[str, int], fixes: Mapping[str, str]) -> Counter[str]:

@@ -56,6 +56,7 @@ from thunder_cg.compat.torch import (
     tensor_use_count,
     version,
 )
+from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.backend import Backend, Pool
 from thunder_cg.runtime.tensors import address_if_any, copy_all, layout, span, view_of_storage
 from thunder_cg.step.calls import Calls
@@ -131,8 +132,15 @@ class GradientsBefore:
         return self._seen[1]
 
     def expected(self, addresses: Addresses) -> list[Any]:
-        """After the capture. For each parameter None, `ANY`, `THERE`, `LIKE`, or the gradient that has to be there."""
+        """After the capture. For each parameter None, `ANY`, `THERE`, `LIKE`, or the gradient that has to be there.
+
+        Raises:
+            CaptureRefused: a parameter has the gradient of another one.
+        """
         expected: list[Any] = []
+        now = [_address_of(each.grad) for each in self._parameters]
+        if any(then and then != there and then in now for then, there in zip(map(_address_of, self.memory), now)):
+            raise CaptureRefused("the step leaves a parameter the gradient of another one; have it keep a clone")
         for i, (parameter, memory) in enumerate(zip(self._parameters, self.memory)):
             is_other = not _is_same_memory(parameter.grad, memory)
             is_unused = memory is not None and addresses.user_of(memory) is None
@@ -146,10 +154,12 @@ class GradientsBefore:
 
     def restore(self) -> None:
         """After a capture that failed."""
-        self._references = {}  # what the capture did with gradients does not matter any more
+        references, self._references = self._references, {}  # what it did with gradients does not matter any more
         for i, (parameter, memory) in enumerate(zip(self._parameters, self.memory)):
             is_dropped = memory is None and i in self._on_host
-            parameter.grad = self._on_host[i].to(parameter.device) if is_dropped else memory
+            before = references[i]() if i in references else None  # which somebody may hold, and compare
+            is_there = before is not None and _is_same_memory(before, memory)
+            parameter.grad = before if is_there else self._on_host[i].to(parameter.device) if is_dropped else memory
 
     def release(self) -> None:
         """Lets go of the memory, which reference cycles hold."""
@@ -423,6 +433,11 @@ def place_of(tensor: Tensor | None) -> Any:
         return None
     local = local_tensor(tensor)
     return (local.data_ptr(), layout(local), layout_of_dtensor(tensor)) if has_storage(local) else object()
+
+
+def _address_of(gradient: Tensor | None) -> int:
+    """Where its first element is; 0 if it has none."""
+    return gradient.data_ptr() if gradient is not None and gradient.numel() and has_memory(gradient) else 0
 
 
 def _is_same_memory(tensor: Tensor | None, expected: Tensor | None) -> bool:

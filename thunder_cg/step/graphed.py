@@ -57,7 +57,7 @@ _BEFORE, _AFTER = "before the capture of the step", "after the capture of the st
 _SHAPE = "the shape of "
 _IN_USE = "graphs were replayed since the last call of this kind; raise max_recordings"
 _BETWEEN = ", between calls"
-_ADDS_TO_FIRST = "it adds to gradients that an earlier call has made in Python, and that a graph will make"
+_ADDS_TO_FIRST = "an earlier call has made gradients in Python, which a graph has to make if the step adds to them"
 _MAX_ELSEWHERE = 2  # graphs that were never replayed since gradients are elsewhere in each call
 _ELSEWHERE = (
     "the gradients that it reads are in other memory in each call, and somebody holds that memory; make them in the "
@@ -177,7 +177,7 @@ class GraphedStep:
                 recording = None
             if recording is None or carried is None:
                 return self._observe(call)
-            if (reason := recording.why_not(batch, carried, self._left_by_others(recording))) is not None:
+            if (reason := recording.why_not(batch, carried, self._in_the_way(recording))) is not None:
                 return self._run(call, reason)
             try:
                 if recording.collectives is not None and recording.collectives.meets():
@@ -213,7 +213,7 @@ class GraphedStep:
 
     def _replay(self, recording: StepRecording, carried: Sequence[Tensor], call: _Call) -> Any:
         recording.arena.enter()
-        recording.move_out(self._left_by_others(recording))
+        recording.move_out(self._in_the_way(recording))
         self._note_left(recording)
         result = self._launch(recording, carried, call)
         self.replays += 1
@@ -222,8 +222,9 @@ class GraphedStep:
         self._unstable = 0
         return result
 
-    def _left_by_others(self, recording: StepRecording) -> list[GraphGradient]:
-        return [] if recording is self._last else self._left
+    def _in_the_way(self, recording: StepRecording) -> list[GraphGradient]:
+        """Gradients that replays of others have left, in memory that a replay may use."""
+        return [] if recording is self._last else [each for each in self._left if each not in recording.apart]
 
     def _note_left(self, recording: StepRecording) -> None:
         if recording is not self._last:

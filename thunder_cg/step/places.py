@@ -37,10 +37,11 @@ _LEAF = tree_flatten(0)[1]
 class Place:
     """A cell, a namespace, a dictionary, a class or an object, and a name in it ("" in a cell)."""
 
-    __slots__ = ("holder", "name")
+    __slots__ = ("holder", "name", "owner")
 
-    def __init__(self, holder: Any, name: Any) -> None:
+    def __init__(self, holder: Any, name: Any, owner: Any = None) -> None:
         self.holder, self.name = holder, name
+        self.owner = holder if owner is None else owner  # of the namespace
 
     @property
     def key(self) -> tuple[int, Any]:
@@ -51,10 +52,10 @@ class Place:
     def of(cls, value: Any, name: str) -> Place:
         """Where a value has what is its own by the name."""
         if isinstance(value, nn.Module):
-            return cls(next((each for each in module_dictionaries(value) if name in each), value.__dict__), name)
+            return cls(next((each for each in module_dictionaries(value) if name in each), value.__dict__), name, value)
         if isinstance(value, (types.CellType, type, types.ModuleType, dict)) or _is_slot(value, name):
             return cls(value, name)
-        return cls(names_of(value), name)
+        return cls(names_of(value), name, value)
 
     def get(self) -> Any:
         """The value, or `MISSING`."""
@@ -99,28 +100,24 @@ def _is_slot(holder: Any, name: str) -> bool:
     return is_member and may_change(type(holder))  # others may be read-only
 
 
-def steps_of(path: Path) -> Iterator[tuple[Any, Place]]:
-    """What a path leads through: what has each name, and its place."""
+def places_of(path: Path) -> Iterator[Place]:
+    """Those that a path leads through."""
     value, names = path
     if isinstance(value, types.CellType):
-        yield value, Place(value, "")
+        yield Place(value, "")
         value = Place(value, "").get()
     for i, name in enumerate(names):
         if value is MISSING or (isinstance(value, Tensor) and name not in vars(value)):
             return
-        yield value, Place.of(value, name)
+        yield Place.of(value, name)
         if i < len(names) - 1:  # the last one may be a property
             value = value.get(name, MISSING) if type(value) is dict else value_of(value, (name,))
 
 
-def places_of(path: Path) -> list[Place]:
-    return [place for _, place in steps_of(path)]
-
-
 def place_of_read(read: Read) -> tuple[Place, ...]:
     """Where the value is that a name leads to now; none if that is not known."""
-    places = () if read.path is None else places_of(read.path)
-    return (places[-1],) if places and places[-1].get() is read.get() else ()
+    *_, last = (None,) if read.path is None else (None, *places_of(read.path))
+    return (last,) if last is not None and last.get() is read.get() else ()
 
 
 @dataclass(frozen=True)

@@ -275,22 +275,18 @@ class StepRecording(RecordingUse):
 
         Args:
             carried: what `carried_in` has returned.
-            left: gradients that replays of other recordings have left.
+            left: gradients in memory that it uses, and that replays of other recordings have left.
         """
         if (problem := _shared(batch.tensors, carried, self.memory)) is not None:
             return problem
-        if self.overwritten.are_held() or any(each.is_held() for each in left if each not in self.apart):
+        if self.overwritten.are_held() or any(each.is_held() for each in left):
             return "a gradient of an earlier step is still held, and a replay would overwrite it; clone it"
         return None
 
     def move_out(self, left: Sequence[GraphGradient]) -> None:
-        """Gives those of these gradients other memory that parameters have, and that a replay may overwrite.
-
-        `ReplayRefused` if there is no memory.
-        """
+        """Gives those of these gradients other memory that parameters have. `ReplayRefused` if there is none."""
         for each in left:
-            may_move = not each.is_shared and id(each.parameter) not in self.dropped
-            if each not in self.apart and may_move and each.is_parameters():
+            if not each.is_shared and self._stays(each):
                 try:
                     each.parameter.grad = each.tensor.clone()
                 except torch.OutOfMemoryError as error:
@@ -298,9 +294,11 @@ class StepRecording(RecordingUse):
 
     def in_use_after(self, left: Sequence[GraphGradient]) -> list[GraphGradient]:
         """The gradients that it leaves, and those of ``left``, gradients that others have left, that stay in use."""
-        stay = (each for each in left if id(each.parameter) not in self.dropped and each.is_parameters())
-        held = (each for each in left if each in self.apart and each.is_held())  # the others are not: see `why_not`
-        return [*dict.fromkeys([*self.left, *stay, *held])]
+        return [*dict.fromkeys([*self.left, *(each for each in left if self._stays(each) or each.is_held())])]
+
+    def _stays(self, gradient: GraphGradient) -> bool:
+        """Whether a replay leaves a parameter the gradient."""
+        return gradient.is_parameters() and id(gradient.parameter) not in self.dropped
 
     def close(self, *, may_wait: bool = True) -> None:
         """Destroys the graph, after its work is done if that may be waited for."""

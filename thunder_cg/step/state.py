@@ -44,7 +44,7 @@ from thunder_cg.step.collector import CONTAINERS, Collector, is_simple
 from thunder_cg.step.facts import Content, Facts, Same, is_equal, subject
 from thunder_cg.step.gradients import place_of
 from thunder_cg.step.outside import shared_generator
-from thunder_cg.step.places import Carried, Place, place_of_read, steps_of
+from thunder_cg.step.places import Carried, Place, place_of_read
 from thunder_cg.step.reads import GROWING, MISSING, Called, Read, content_of_cell, is_compiled, links_of, own, reads_of
 from thunder_cg.step.snapshot import Snapshot
 
@@ -414,10 +414,10 @@ class _NamedAt(NamedTuple):
 
 def _grows(read: Read, value: Any) -> bool:
     """Whether only what the step adds counts. A class may have a number that an object has not yet, or change it."""
-    if type(value) is not int or not read.only_grows or read.path is None or not place_of_read(read):
+    if type(value) is not int or not read.only_grows or not (places := place_of_read(read)):
         return read.only_grows and type(value) in GROWING
-    owner, place = [*steps_of(read.path)][-1]
-    return isinstance(owner, (CellType, dict)) or only_sets(owner, place.name)
+    owner, name = places[0].owner, places[0].name
+    return isinstance(owner, (CellType, dict)) or only_sets(owner, name)
 
 
 def newly_carried(before: StepState, after: StepState) -> dict[str, Place]:
