@@ -78,6 +78,12 @@ def _detached(x, w):
     return y.exp(), z
 
 
+def _looked_up(x, w):
+    y = x @ w
+    scale = torch.vmap(lambda place: x[0][place].exp())(y.detach().argmax(1))
+    return (y * scale.unsqueeze(1)).sin()
+
+
 def _list(x, w):
     return torch.nn.utils.rnn.pad_sequence([x @ w, (x @ w).sin()]).tanh()
 
@@ -96,7 +102,7 @@ def _results(function, x, w, *numbers):
 
 FUNCTIONS = [
     _one, _two, _first, _last, _written_inside, _written_after, _view, _places, _saved_arguments, _without_gradient,
-    _detached, _list,
+    _detached, _looked_up, _list,
 ]  # fmt: skip
 
 

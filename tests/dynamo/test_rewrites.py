@@ -206,6 +206,20 @@ def test_tensors_of_numbers(backend, device):
     assert not explain(graphed).traces[0].counts["eager"]  # a copy of numbers from the host would be
 
 
+def test_shapes_that_dynamo_knows(backend, device):
+    """Dynamo leaves a call without users in the graph. The distributions of PyTorch have it."""
+
+    def fn(x, scale):
+        shape = torch.broadcast_shapes(x.shape, scale.shape)
+        return (x.exp() * 2).expand(shape).sin() - torch.distributions.Normal(x, scale).log_prob(x.tanh())
+
+    graphed = thunderfx(fn, backend=backend, dynamic=False)
+    for _ in range(3):
+        x, scale = torch.randn(4, 1, device=device), torch.rand(3, device=device) + 1
+        near(graphed(x, scale), fn(x, scale), 1e-6)
+    assert not explain(graphed).outside and [r["replays"] for r in regions(graphed)] == [2]
+
+
 def test_tensors_of_tensors(backend, device):
     """As TAPAS has it: itself, or a copy in another dtype, with its gradient."""
 

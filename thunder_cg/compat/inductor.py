@@ -17,12 +17,14 @@ from torch._inductor.lowering import fallbacks
 from torch.fx import GraphModule
 from torch.fx.node import _side_effectful_functions
 
+from thunder_cg.compat.splitter import is_of_unknown_size
+
 __all__ = ["OneWay", "compile_each_way", "draws", "is_called_as_it_is", "name_of_kernel"]
 
 # Both ways are compiled at once, and the backward does not write to what the forward has saved.
 _SETTINGS = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True, "donated_buffer": False}
 _OWN_MEMORY = (OutputType.non_alias, OutputType.unsafe_view_alias)
-_WAITS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.cudagraph_unsafe})
+_WAITS = frozenset({torch.Tag.data_dependent_output, torch.Tag.cudagraph_unsafe})
 
 
 class OneWay(NamedTuple):
@@ -63,8 +65,11 @@ def compile_each_way(
     def compile_one_way(graph: GraphModule, examples: Sequence[Any], **options: Any) -> Any:
         places, (output,) = (graph.graph.find_nodes(op=op) for op in ("placeholder", "output"))
         results = [None if node is None else node.meta["val"] for node in output.args[0]]
-        functions = frozenset(node.target for node in graph.graph.nodes if node.op not in ("placeholder", "output"))
-        if options.get("cudagraphs") or any(map(is_refused, functions)):
+        calls = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
+        functions = frozenset(node.target for node in calls)
+        # An index of integers, which has the tag `dynamic_output_shape`, too, has a known size.
+        of_unknown_size = any(is_of_unknown_size(node.meta.get("val")) for node in calls)
+        if options.get("cudagraphs") or of_unknown_size or any(map(is_refused, functions)):
             raise _Refused
         taken = [*examples] if ways else [node.meta["val"] for node in places]
         compiled = compile_fx_inner(graph, examples, **options)
@@ -93,7 +98,10 @@ def compile_each_way(
 
 
 def name_of_kernel(function: Any) -> str | None:
-    """The name of an operator of PyTorch's own that only computes, and that nothing on the host waits for."""
+    """The name of an operator of PyTorch's own that only computes, and that nothing on the host waits for.
+
+    If it makes tensors of unknown sizes, the host waits for these.
+    """
     if not isinstance(function, torch._ops.OpOverload) or function.namespace not in ("aten", "prims"):
         return None
     return None if function in _side_effectful_functions or _WAITS & {*function.tags} else function._opname

@@ -182,24 +182,23 @@ def _in_trace(forward: OneWay, backward: OneWay | None, with_gradient: Sequence[
 
     What the backward gets of the memory of an argument or a result, it makes of that.
     """
-    taken = [value for value in forward.inputs if isinstance(value, torch.Tensor)]
-    places = [*taken, *forward.results[:results]]
+    tensors_at = [i for i, value in enumerate(forward.inputs) if isinstance(value, torch.Tensor)]
+    places = [*(forward.inputs[i] for i in tensors_at), *forward.results[:results]]
     for_backward = [value for value in forward.results[results:] if isinstance(value, torch.Tensor)]
     saved: list[tuple[int, Any]] = []  # where the backward finds each, and what it has the memory of
     returned = [*range(results)]
     for i, value in enumerate(for_backward, results):
         base = next((j for j, place in enumerate(places) if shares_storage([place], value)), None)
         if base is None:
-            saved.append((len(taken) + len(returned), None))
+            saved.append((len(tensors_at) + len(returned), None))
             returned.append(i)
         else:
             saved.append((base, places[base]))
     viewed = [(base, value) for (_, base), value in zip(saved, for_backward)]
-    differentiated = [i for i, value in enumerate(forward.inputs) if isinstance(value, torch.Tensor)]
 
     def operators_for(*args: Any) -> tuple[Any, Any]:
         sizes = sizes_of(forward.inputs, args)
-        differentiate = _symbol("_backward", backward, sizes, differentiated, viewed) if backward is not None else None
+        differentiate = _symbol("_backward", backward, sizes, tensors_at, viewed) if backward is not None else None
         return _symbol("", forward, sizes, returned), differentiate
 
     def call(*args: Any) -> Any:
@@ -213,10 +212,10 @@ def _in_trace(forward: OneWay, backward: OneWay | None, with_gradient: Sequence[
         def run_backward(*given: Any) -> Any:
             gradients, values = given[:results], given[results:]
             if differentiate is None:
-                return (None,) * len(taken)
+                return (None,) * len(tensors_at)
             return differentiate(*values, *(gradients[i] for i in with_gradient))
 
-        return with_derivative(run_forward, run_backward, *(args[i] for i in differentiated))
+        return with_derivative(run_forward, run_backward, *(args[i] for i in tensors_at))
 
     return for_splitter(call, "inductor_piece")
 

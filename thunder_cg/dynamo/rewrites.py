@@ -42,7 +42,7 @@ _CALLS: dict[Any, Callable[[Node], None]] = {
     **dict.fromkeys(("norm", torch.norm), calls.name_vector_norm),
     operator.getitem: constants.write_index,
     torch.cat: calls.drop_empty_parts,
-    torch.cuda.get_device_capability: _drop_unused,
+    **dict.fromkeys((torch.broadcast_shapes, torch.cuda.get_device_capability), _drop_unused),
     torch.einsum: calls.pass_each_operand,
     F.embedding: calls.count_padding_from_start,
     F.multi_head_attention_forward: own_symbols.trace_multi_head_attention,
