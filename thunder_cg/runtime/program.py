@@ -417,7 +417,8 @@ class Program(Counts):
         return changes.add("moved", [self._users_name(self.inputs.names[i]) for i in moved]) if moved else None
 
     def _layouts(self, key: Any) -> Layouts:
-        return key[0], {self._users_name(name): layout for name, layout in self.inputs.layouts(key).items()}
+        layouts = {self._users_name(name): layout for name, layout in self.inputs.layouts(key).items()}
+        return self.inputs.settings_in(key), layouts
 
     def _users_name(self, name: str) -> str:
         return self.compilation.parameters.get(name) or self.ops.values[name].users_name
