@@ -175,7 +175,7 @@ def test_a_rank_that_cannot_capture(ranks: Ranks) -> None:
     for found in (first, second):
         assert not found["differing"]
         assert found["replays"] == STEPS - 1  # of the forward, which does not communicate
-    assert first["failures"] == ["RanksDiffer: rank 1 does not capture it: CaptureRefused: refused here"]
+    assert first["failures"] == ["rank 1 does not capture it: CaptureRefused: refused here"]
     assert second["failures"] == ["CaptureRefused: refused here"]
 
 

@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -160,6 +160,24 @@ def train_with_uneven_inputs() -> tuple[int, list[Any]]:
 def test_ddp_with_uneven_inputs(ranks: Ranks) -> None:
     first, second = ranks.run(train_with_uneven_inputs)
     assert first == (0, [[STEPS - 1]] * 2) and second == (0, [[STEPS + 2]] * 2)
+
+
+def train_under_fsdp() -> tuple[int, list[Any]]:
+    import parallel
+
+    found, where = [], parallel.device()
+    for graphs in ([], [parallel.transform()]):
+        wrapped = FullyShardedDataParallel(compile_model(graphs), device_id=where, use_orig_params=True)
+        found.append(parallel.train(wrapped, STEPS))
+    return parallel.differing(*found), [trace["replays"] for trace in parallel.summary(wrapped.module)]
+
+
+@nightly
+def test_fsdp_of_a_compiled_module(ranks: Ranks) -> None:
+    """It shards the parameters that Thunder has, unlike fully_shard."""
+    for differing, replays in ranks.run(train_under_fsdp):
+        assert not differing
+        assert ranks.device == "cuda" or replays == [[STEPS - 1]] * 2  # on a GPU, it gives them other memory
 
 
 def deliveries(case: str) -> tuple[int, list[bool], list[bool]]:

@@ -62,6 +62,15 @@ def test_a_buffer_that_is_replaced(jitted, device, caplog):
     torch.testing.assert_close(jitted(x), model(x))
 
 
+def test_a_parameter_that_is_taken_off_and_put_back(jitted, caplog):
+    """As PyTorch's FSDP, around a compiled module, does in each call."""
+    part = jitted._model.first
+    weight = part.weight
+    del part.weight
+    part.weight = weight
+    assert not caplog.messages and explain(jitted).differs == ()
+
+
 def test_hooks_that_come_after_the_first_call(jitted, device):
     calls = []
     handle = jitted._model.layers[0].register_forward_hook(lambda *args: calls.append(1))

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch.nn.modules import module as of_torch
 
-from thunder_cg.compat.compiled import has_parameters_of, original_module
+from thunder_cg.compat.compiled import has_parameters_of, module_parameters, original_module
 from thunder_cg.compat.thunder import ThunderModule, current_trace
 from thunder_cg.runtime.compilation import changed_part, name_of
 
@@ -67,6 +67,8 @@ def _registers(owner: torch.nn.Module, name: str, value: object, *, is_module: b
         if module is None or getattr(owner, name, None) is value:
             continue
         model, part = original_module(module), f"{place.path}.{name}".lstrip(".")
+        if value is module_parameters(module).get(part):  # as PyTorch's FSDP puts it back in each call
+            continue
         is_seen = not place.traced if is_module else not has_parameters_of(module, model)
         if not is_seen and part not in place.said:
             place.said.add(part)

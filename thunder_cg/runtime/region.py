@@ -416,11 +416,12 @@ class RuntimeRegion:
         """
         op = self._failing_op(error)
         text = f"{op.name} {call.program.ops.place(op)}: " if op is not None else ""
-        text += sentence(error)
-        may_pass = is_out_of_memory(error) or (op is None and not isinstance(error, CaptureRefused))
-        self.lacks_ranks = isinstance(error, RanksDiffer) and error.may_pass
         if isinstance(error, RanksDiffer):
-            may_pass = error.may_pass
+            text, may_pass = str(error), error.may_pass
+        else:
+            text += sentence(error)
+            may_pass = is_out_of_memory(error) or (op is None and not isinstance(error, CaptureRefused))
+        self.lacks_ranks = isinstance(error, RanksDiffer) and may_pass
         self.failed_attempts += 1
         self.stays_eager |= not may_pass or self.failed_attempts >= _MAX_ATTEMPTS
         left = f" (the next call tries again; {_MAX_ATTEMPTS - self.failed_attempts} of {_MAX_ATTEMPTS} tries left)"
