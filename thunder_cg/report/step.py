@@ -76,12 +76,13 @@ class StepReport(OfFunction):
         if self.in_python:
             yield "In Python, with the graphs of the compiled modules in it:"
             yield from (f"  {number:,} x {reason}" for reason, number in self.in_python.items())
-        if lines := [*self._unreplayed()]:
-            yield f"What no replay does: {'; '.join(lines)}"
         for number, kinds in enumerate(self.nodes):
             has = [", ".join(count(times, kind) for kind, times in kinds.items())] if kinds else []
             if has := [*has, *(self.collectives[number] if self.collectives else ())]:
                 yield f"Graph {number}: {'; '.join(has)}"
+        if lines := [*self._unreplayed()]:
+            yield "What no replay does:"
+            yield from (f"  {line}" for line in lines)
         yield from text.memory(self.memory, of_step=True)
 
     def _unreplayed(self) -> Iterator[str]:
