@@ -787,3 +787,24 @@ def test_advice_for_rows_that_a_mask_picks_before_a_layer_with_a_bias():
     compiled(x, mask)
     report = explain(compiled)
     assert len(report.traces[0].regions) == 1 and not (report.breaks or report.outside or report.causes)
+
+
+def test_advice_for_an_operator_that_is_registered_with_thunder() -> None:
+    @torch.library.custom_op("advice::doubled", mutates_args=())
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    doubled.register_fake(torch.empty_like)
+    thunder.torch._register_custom_op(doubled)
+    middle = around(lambda x: torch.ops.advice.doubled(x))
+    (said,) = [line for line in str(plan(middle, torch.ones(2))).splitlines() if "executors=[" in line]
+    advised = re.search(r"executors=(\[.*\])", said)
+    assert advised is not None
+    compiled = thunder.jit(
+        middle,
+        executors=eval(advised[1], {"thunder": thunder}),
+        transforms=[cudagraph_transform(backend="tape", allow=["advice::doubled"])],
+    )
+    for _ in range(3):
+        torch.testing.assert_close(compiled(torch.ones(2)), middle(torch.ones(2)), rtol=0, atol=0)
+    assert "there is nothing to change" in str(explain(compiled))

@@ -49,7 +49,7 @@ def test_lines_of_a_step_that_do_what_no_replay_does(transform, backend, device)
     step = graphed_step(lambda: reads_and_prints(net), backend=backend)
     assert "What no replay does" not in str(explain(step)), "only the step's own lines are looked at"
     report = explain(graphed_step(reads_and_prints, backend=backend))
-    assert f"What no replay does: next() at test_step_lines.py:{first + 1}; random() at" in str(report)
+    assert f"What no replay does:\n  next() at test_step_lines.py:{first + 1}\n  random() at" in str(report)
 
 
 def test_a_step_that_replays_names_what_it_prints(backend, device, tmp_path) -> None:
@@ -57,8 +57,8 @@ def test_a_step_that_replays_names_what_it_prints(backend, device, tmp_path) -> 
     for _ in range(4):
         step(torch.ones(3, device=device))
     report = explain(step)
-    line = f"What no replay does: print() at test_step_lines.py:{prints.__code__.co_firstlineno + 1}"
-    assert report.replays and line in str(report).splitlines()
+    line = f"\nWhat no replay does:\n  print() at test_step_lines.py:{prints.__code__.co_firstlineno + 1}\n"
+    assert report.replays and line in str(report)
     assert "What no replay does" not in str(replace(report, unreplayed={"train.py:3": ("float() of a tensor",)}))
     report.save(tmp_path / "step.json")
     assert StepReport.load(tmp_path / "step.json") == report

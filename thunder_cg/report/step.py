@@ -80,12 +80,13 @@ class StepReport(OfFunction):
                 first, *others = _parts(reason)
                 for part in (f"  {number:,} x {first}", *(f"      {each}" for each in others)):
                     yield from terminal.wrap(part).splitlines()
-        if lines := [*self._unreplayed()]:
-            yield from terminal.wrap(f"What no replay does: {'; '.join(lines)}").splitlines()
         for number, kinds in enumerate(self.nodes):
             has = [", ".join(count(times, kind) for kind, times in kinds.items())] if kinds else []
             if has := [*has, *(self.collectives[number] if self.collectives else ())]:
                 yield f"Graph {number}: {'; '.join(has)}"
+        if lines := [*self._unreplayed()]:
+            yield "What no replay does:"
+            yield from (f"  {line}" for line in lines)
         yield from text.memory(self.memory, of_step=True)
 
     def _unreplayed(self) -> Iterator[str]:
