@@ -177,7 +177,8 @@ def _write(target: Any, value: Any, async_op: bool) -> TracedWork | None:
 def _member(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """The group, the default one for None; None if this rank is not in it."""
     group = group if group is not None else dist.group.WORLD
-    return _checked(group) if dist.get_rank(group) >= 0 else None
+    is_member = isinstance(group, dist.ProcessGroup) or dist.get_rank(group) >= 0  # which raises if it is destroyed
+    return _checked(group) if is_member else None
 
 
 def _checked(group: Any) -> Any:

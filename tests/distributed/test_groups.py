@@ -61,6 +61,32 @@ def test_a_group_that_is_destroyed(ranks: Ranks, builder: str) -> None:
         assert any("has been destroyed or aborted" in reason for reason in found["fallbacks"])
 
 
+def goes_on_in_a_destroyed_group() -> list[str]:
+    """What comes of calls without graphs and with them, of a function that has the group itself."""
+    import parallel
+
+    group, found = dist.new_group([0, 1]), []
+
+    def reduced(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        dist.all_reduce(y, group=group)
+        return y + 1
+
+    compiled = thunder.jit(reduced, transforms=[parallel.transform()])
+    x = torch.ones(4, device=parallel.device())
+    for _ in range(3):
+        compiled(x)
+    dist.destroy_process_group(group)
+    for call in (reduced, compiled, compiled):
+        found.append(outcome(lambda: torch.testing.assert_close(call(x), 4 * x + 1)))  # noqa: B023
+    return [each.partition(":")[0] for each in found]
+
+
+def test_calls_go_on_as_without_graphs_where_a_group_is_destroyed(ranks: Ranks) -> None:
+    for plainly, *graphed in ranks.run(goes_on_in_a_destroyed_group):
+        assert graphed == [plainly] * 2, (plainly, graphed)
+
+
 def by_default(x: torch.Tensor) -> torch.Tensor:
     y = x * 2
     dist.all_reduce(y)

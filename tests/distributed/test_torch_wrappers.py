@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 from thunder_cg import explain
+from thunder_cg.dynamo.compiler import compile_with
 from thunder_cg.errors import ShardedModuleError
 from thunder_cg.fastpath.accumulate import Accumulators
 from thunder_cg.fastpath.training import BackwardGraph
@@ -361,6 +363,39 @@ def test_fsdp2_under_thunderfx(ranks: Ranks, case: str, tmp_path: Path) -> None:
     for differing, traces in ranks.run(same_bits_with_fsdp2, case, str(tmp_path), 14, timeout=200):
         assert not differing and traces
         assert all(trace["replays"] and min(trace["replays"]) >= 10 for trace in traces)
+
+
+class LoopOverLayers(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(8, 8)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def loop_over_sharded_layers(is_ours: bool) -> str:
+    import parallel
+
+    torch._dynamo.reset()
+    model = LoopOverLayers().to(parallel.device())
+    for layer in (*model.layers, model):
+        fully_shard(layer)
+    compiled = (compile_with if is_ours else thunderfx)(model, transforms=[parallel.transform()])
+    for _ in range(3):
+        compiled(torch.ones(2, 8, device=parallel.device()))
+    return str(explain(compiled))
+
+
+@pytest.mark.parametrize(("is_ours", "calls"), [(True, "3 calls"), (False, "Its calls")])
+def test_a_loop_over_sharded_layers(ranks: Ranks, is_ours: bool, calls: str) -> None:
+    """Dynamo compiles nothing then, if the layers are of torch.nn, and the report says what to do instead."""
+    for text in ranks.run(loop_over_sharded_layers, is_ours):
+        assert text.startswith(f"Nothing is compiled. {calls} ran in plain Python, without Thunder.\n"), text
+        assert re.search(r"test_torch_wrappers.py:\d+: def forward.*\n.*hooks of fully_shard, .* in a loop", text), text
+        assert "put a sharded layer of torch.nn, such as nn.Sequential, into a module of your own" in text, text
 
 
 class ReducesInPlace(torch.nn.Module):

@@ -17,7 +17,7 @@ from thunder_cg import cudagraph_transform, explain
 from thunder_cg.runtime.arena import Arenas
 from thunder_cg.runtime.cuda import CudaBackend
 from thunder_cg.tools.bench.cases import cases
-from thunder_cg.tools.bench.measure import Contender, subject
+from thunder_cg.tools.bench.measure import of_subject, subject
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 MB = 2**20
@@ -212,9 +212,8 @@ def test_peak_memory_of_training(case, limit):
     """Everything that the process reserves over the model, warm-up and capture included, against plain Thunder."""
     device = torch.device("cuda")
     (case,) = [c for c in cases(device, quick=False) if case in c.name]
-    template = subject(case, device)
-    rows = [Contender(name, template).row for name in ("thunder", "thunder_cg")]
-    assert rows[1].reserved_mb <= limit * rows[0].reserved_mb, rows
+    reserved = [of_subject(name, subject(case, device)).samples.reserved for name in ("thunder", "thunder_cg")]
+    assert reserved[1] <= limit * reserved[0], reserved
 
 
 def test_gradients_exist_once():

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import jsonschema
 import pytest
 import torch
-from support import same, same_state, usual_step
+from support import programs, same, same_state, usual_step
 from torch.nn.functional import cross_entropy
 
 from thunder_cg import explain, release
@@ -207,3 +207,28 @@ def test_the_state_of_an_optimizer_is_made_apart(step_twins, backend, monkeypatc
     call(step_twins, step, times=5)
     assert made == ([4 * 3] if kind == "AdamW" else [0])
     assert step.replays and "_init_group" not in vars(function.optimizer)
+
+
+def test_graphs_of_the_modules_take_no_memory_before_the_step_is_captured(step_twins):
+    found = []
+
+    def make(compiled):
+        found.append(compiled)
+        sgd = torch.optim.SGD(compiled.parameters(), lr=0.1)
+
+        def step(x, y):
+            loss = cross_entropy(compiled(x), y)
+            loss.backward()
+            return loss
+
+        def update(i):
+            if i % 3 == 2:
+                sgd.step()
+                sgd.zero_grad()
+
+        step.update = update
+        return step
+
+    step = step_twins.train(make, 16, between=lambda i, compiled, fn, batch: fn.update(i))
+    assert step.replays >= 10
+    assert not any(program.warm_ups for program in programs(found[1])) and explain(found[1]).memory.pools == 0

@@ -1379,7 +1379,7 @@ def test_settings_that_a_step_leaves_behind(step_twins, device):
             assert not torch.backends.cuda.math_sdp_enabled()
     finally:
         torch.backends.cuda.enable_math_sdp(True)
-    assert "what PyTorch chooses kernels by changed" in str([*step.in_python])
+    assert "torch.backends.cuda.enable_math_sdp() changed from True to False" in str([*step.in_python])
 
 
 @pytest.mark.parametrize("write", [lambda t: t.data.fill_(2), lambda t: t.numpy().fill(2), lambda t: t.add_(1)])

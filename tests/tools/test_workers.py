@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from thunder_cg.tools.workers import Supervisor, Workers
+from thunder_cg.tools.workers import Supervisor, Workers, working_time
 
 
 def misbehave(task: str, supervisor: Supervisor) -> None:
@@ -103,7 +103,7 @@ def ends(pid: int) -> bool:
 
 def in_two_parts(task: str, supervisor: Supervisor) -> None:
     if task == "prepares":  # all the time that the others have their turns
-        supervisor.send_result([time.monotonic() for _ in range(300) if not time.sleep(0.01)])
+        supervisor.send_result([(time.monotonic(), working_time()) for _ in range(300) if not time.sleep(0.01)])
         return
     supervisor.wait_for_turn()
     begin = time.monotonic()
@@ -122,8 +122,11 @@ def test_nothing_else_is_at_work_in_a_turn() -> None:
     assert final["hangs"].failure.startswith("no result within 4 s, in ")  # without the time of the others' turns
     turns = sorted((final["a"].result, final["b"].result))
     assert turns[0][1] <= turns[1][0], "one by one"
+    moments, worked = zip(*final["prepares"].result)
     for begin, end in turns:
-        assert not [moment for moment in final["prepares"].result if begin + 0.05 < moment < end]
+        assert not [moment for moment in moments if begin + 0.05 < moment < end]
+    stood_still = (moments[-1] - moments[0]) - (worked[-1] - worked[0])
+    assert 4.6 < stood_still < moments[-1] - moments[0] - 2.9, "the turns of all three, and nothing of its own"
 
 
 def test_processes_that_cannot_be_started() -> None:

@@ -256,7 +256,8 @@ def check_group_of_collective(group: ProcessGroup) -> None:
     Another group that is made then may be the default one, or have the name.
     """
     with suppress(LookupError):  # thunderfx asks first what Thunder would trace, and there is no prologue
-        get_jit_ctx().add_constraint((check_group, group))
+        if is_alive(group):
+            get_jit_ctx().add_constraint((check_group, group))
 
 
 def _check_if_constant(value: WrappedValue) -> Any:

@@ -330,10 +330,15 @@ def run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         Work.unbox(work).wait()
         output = tensors
         del work
-    deadline = time.monotonic() + 1.0  # gloo's thread, which may have made views, lets go of them after that
-    while any(storage_use_count(each) > then for each, then in zip(storages, before)) and time.monotonic() < deadline:
-        time.sleep(0)
+    await_gloo(lambda: all(storage_use_count(each) <= then for each, then in zip(storages, before)), 1.0)
     return output
+
+
+def await_gloo(has_let_go: Callable[[], bool], limit: float) -> None:
+    """Waits for so many seconds at most: gloo's thread lets go of tensors a moment after their collective is done."""
+    deadline = time.monotonic() + limit
+    while not has_let_go() and time.monotonic() < deadline:
+        time.sleep(0)
 
 
 class _SharedWork:

@@ -364,12 +364,12 @@ class GivenUp(NamedTuple):
         function: "f (train.py:3)", or what comes after a graph break: "f (from train.py:7 on)"; "" for all that was
             compiled.
         reason: in Dynamo's words.
-        where: the line of the graph break.
+        where: the line of the graph break; if that is PyTorch's, as of a hook, after the function's first line.
     """
 
     function: str
     reason: str
-    where: FrameSummary
+    where: list[FrameSummary]
 
 
 def gave_up(compiled: Any, backend: ThunderCompiler, ends: Collection[tuple[str, int | None]]) -> Iterator[GivenUp]:
@@ -391,5 +391,6 @@ def gave_up(compiled: Any, backend: ThunderCompiler, ends: Collection[tuple[str,
             continue
         is_own, is_rest = (file, line) == own, _RESUMED.fullmatch(name or "") and (file, line) in ends
         if is_own or is_rest or failed_at in ends:
-            where = FrameSummary(str(failed_at[0]), failed_at[1], str(name))
+            start, end = (FrameSummary(str(at), number, str(name)) for at, number in ((file, line), failed_at))
+            where = [start, end] if is_torchs(end.filename) else [end]
             yield GivenUp("" if is_own else _place(str(file), line, str(name), backend), str(each.fail_reason), where)

@@ -312,37 +312,42 @@ class Settings(enum.Flag):
 
 
 _c: Any = torch._C
-_SETTINGS: Mapping[Settings, tuple[Callable[[], Any], ...]] = {
-    Settings.NONE: (
-        torch.is_inference_mode_enabled,
-        _c._get_deterministic_algorithms,
-        _c._get_deterministic_algorithms_warn_only,
-    ),
-    Settings.MATMUL: (
-        partial(_fp32_precision, "cuda", "matmul"),
-        _c._get_cublas_allow_fp16_reduced_precision_reduction,
-        _c._get_cublas_allow_bf16_reduced_precision_reduction,
-        _c._get_cublas_allow_fp16_accumulation,
-        lambda: int(_c._get_blas_preferred_backend()),
-    ),
-    Settings.ATTENTION: (
-        _c._get_flash_sdp_enabled,
-        _c._get_mem_efficient_sdp_enabled,
-        _c._get_math_sdp_enabled,
-        _c._get_cudnn_sdp_enabled,
-        _c._get_math_sdp_allow_fp16_bf16_reduction,
-        *([_c._get_fa3_sdp_enabled] if hasattr(_c, "_get_fa3_sdp_enabled") else []),  # torch 2.11
-        lambda: tuple(_c._get_sdp_priority_order()),
-    ),
-    Settings.CUDNN: (
-        _c._get_cudnn_enabled,
-        _c._get_cudnn_benchmark,
-        _c._get_cudnn_deterministic,
-        partial(_fp32_precision, "cuda", "conv"),
-        partial(_fp32_precision, "cuda", "rnn"),
-    ),
-    Settings.LINALG: (lambda: int(_c._get_linalg_preferred_backend()),),
+_MATMUL = "torch.backends.cuda.matmul"
+# By the names by which users set them, with the functions that read them.
+_SETTINGS: Mapping[Settings, dict[str, Callable[[], Any]]] = {
+    Settings.NONE: {
+        "torch.inference_mode": torch.is_inference_mode_enabled,
+        "torch.use_deterministic_algorithms()": _c._get_deterministic_algorithms,
+        "warn_only of torch.use_deterministic_algorithms()": _c._get_deterministic_algorithms_warn_only,
+    },
+    Settings.MATMUL: {
+        f"{_MATMUL}.fp32_precision": partial(_fp32_precision, "cuda", "matmul"),
+        f"{_MATMUL}.allow_fp16_reduced_precision_reduction": _c._get_cublas_allow_fp16_reduced_precision_reduction,
+        f"{_MATMUL}.allow_bf16_reduced_precision_reduction": _c._get_cublas_allow_bf16_reduced_precision_reduction,
+        f"{_MATMUL}.allow_fp16_accumulation": _c._get_cublas_allow_fp16_accumulation,
+        "torch.backends.cuda.preferred_blas_library()": lambda: int(_c._get_blas_preferred_backend()),
+    },
+    Settings.ATTENTION: {
+        "torch.backends.cuda.enable_flash_sdp()": _c._get_flash_sdp_enabled,
+        "torch.backends.cuda.enable_mem_efficient_sdp()": _c._get_mem_efficient_sdp_enabled,
+        "torch.backends.cuda.enable_math_sdp()": _c._get_math_sdp_enabled,
+        "torch.backends.cuda.enable_cudnn_sdp()": _c._get_cudnn_sdp_enabled,
+        "torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp()": _c._get_math_sdp_allow_fp16_bf16_reduction,
+        "the order of torch.nn.attention.sdpa_kernel()": lambda: tuple(_c._get_sdp_priority_order()),
+    },
+    Settings.CUDNN: {
+        "torch.backends.cudnn.enabled": _c._get_cudnn_enabled,
+        "torch.backends.cudnn.benchmark": _c._get_cudnn_benchmark,
+        "torch.backends.cudnn.deterministic": _c._get_cudnn_deterministic,
+        "torch.backends.cudnn.conv.fp32_precision": partial(_fp32_precision, "cuda", "conv"),
+        "torch.backends.cudnn.rnn.fp32_precision": partial(_fp32_precision, "cuda", "rnn"),
+    },
+    Settings.LINALG: {
+        "torch.backends.cuda.preferred_linalg_library()": lambda: int(_c._get_linalg_preferred_backend())
+    },
 }
+if hasattr(_c, "_get_fa3_sdp_enabled"):  # torch 2.11
+    _SETTINGS[Settings.ATTENTION]["torch.nn.attention.activate_flash_attention_impl()"] = _c._get_fa3_sdp_enabled
 
 
 def kernel_settings(groups: Settings | None) -> Callable[[], list[Any]]:
@@ -351,9 +356,18 @@ def kernel_settings(groups: Settings | None) -> Callable[[], list[Any]]:
     Args:
         groups: None for no settings at all, not even those that any kernel may depend on.
     """
-    chosen = [getters for group, getters in _SETTINGS.items() if groups is not None and group in groups]
-    getters = [getter for each in chosen for getter in each]
+    getters = [*_getters(groups).values()]
     return lambda: [get() for get in getters]
+
+
+def names_of_settings(groups: Settings | None) -> list[str]:
+    """What `kernel_settings` reads, in its order, by the names by which users set it."""
+    return [*_getters(groups)]
+
+
+def _getters(groups: Settings | None) -> dict[str, Callable[[], Any]]:
+    chosen = [getters for group, getters in _SETTINGS.items() if groups is not None and group in groups]
+    return {name: get for getters in chosen for name, get in getters.items()}
 
 
 # Whether a profiler of PyTorch is active: ``profiler_state[IS_PROFILING]``. To read it costs a steady call 10 ns.

@@ -31,6 +31,11 @@ _COLLECTIVE = (
     "a function of torch.distributed that Dynamo does not trace",
     "call it outside of the compiled function, or compile with thunder.jit, which traces it",
 )
+_FULLY_SHARD = (
+    "the hooks of fully_shard, which Dynamo does not trace",
+    "Dynamo compiles the forward of each layer that is called, if the layer's class is in your code; put a sharded "
+    "layer of torch.nn, such as nn.Sequential, into a module of your own, and call fully_shard on that",
+)
 _CHECK = (
     "check before the call; TRANSFORMERS_DISABLE_TORCH_CHECK=1 in the environment leaves out the checks of Transformers"
 )
@@ -148,10 +153,7 @@ def graph_breaks(label: str, graph: Any) -> Iterator[GraphBreak]:
 
 def _graph_break(after: str, reason: str | None, stack: Sequence[Any]) -> GraphBreak:
     frames = users([SourceLine(frame.filename, frame.lineno or 0) for frame in stack])
-    is_skipped = reason is not None and reason.startswith(_SKIPPED)
-    reason, fix = _understood(reason, frames) if reason is not None else _UNKNOWN
-    if is_skipped and any("/torch/distributed/" in frame.filename for frame in stack):
-        reason, fix = _COLLECTIVE
+    reason, fix = _understood(reason, frames, stack) if reason is not None else _UNKNOWN
     if frames and "torch._check_tensor_all" in (frames[-1].text or ""):
         fix = _CHECK
     return GraphBreak(after, called_from(frames), frames[-1].text if frames else None, reason, fix)
@@ -170,8 +172,8 @@ def breaks_without_graph(label: str, compiled: Any, backend: Any) -> Iterator[Gr
             yield _graph_break(f"the start of {start or label}", reason, stack)
     ends = {place for _, places in known for place in places}
     for function, said, at in gave_up(compiled, backend, ends):
-        frames = users([SourceLine(at.filename, at.lineno or 0)])
-        reason, fix = _understood(said, frames)
+        frames = users([SourceLine(frame.filename, frame.lineno or 0) for frame in at])
+        reason, fix = _understood(said, frames, at)
         why = "in a loop" if "graph break in loop" in said else "where Dynamo cannot go on"
         part = function or label
         nothing = f"so Dynamo compiles nothing of {function or 'the function'}"
@@ -194,9 +196,19 @@ def _stack_of(ended: Any) -> tuple[str | None, list[Any]]:
     return break_behind(ended) or (None, ended.user_stack)
 
 
-def _understood(said: str, frames: Sequence[SourceLine]) -> tuple[str, str]:
-    """The reason and the fix in Dynamo's message, which has hints on lines of their own; the last frame is where."""
+def _understood(said: str, frames: Sequence[SourceLine], stack: Sequence[Any]) -> tuple[str, str]:
+    """The reason and the fix in Dynamo's message, which has hints on lines of their own.
+
+    Args:
+        frames: those of the user's, the last one is where.
+        stack: all.
+    """
     first, *rest = [line.strip() for line in said.strip().splitlines()] or [""]
+    files = [frame.filename for frame in stack if first.startswith(_SKIPPED)]
+    if any("/torch/distributed/fsdp/" in file for file in files):
+        return _FULLY_SHARD
+    if any("/torch/distributed/" in file for file in files):
+        return _COLLECTIVE
     line, is_read = (frames[-1].text or "") if frames else "", "_local_scalar_dense" in said
     if any(each in first for each in ("jump", "Data-dependent branching", "Could not guard on data-dependent")):
         return "a branch on what a tensor holds", for_branch(*frames[-1:])

@@ -22,7 +22,8 @@ NOTHING_COMPILED = "Nothing is compiled yet: Thunder compiles at the first call.
 _NO_GRAPH = (
     "Dynamo had no graph for them. It has none of a call under a TorchDispatchMode, such as a FlopCounterMode, nor of "
     "later ones if the first one ran so, until torch._dynamo.reset(); of a call inside of torch.func's vmap or grad, "
-    "which the function has to call itself; of a call that computes nothing with tensors; "
+    "which the function has to call itself; of a call that computes nothing with tensors; of a layer of torch.nn on "
+    "which fully_shard was called, but of one that is in a module of your own, on which fully_shard is called; "
     "under torch.compiler.set_stance; or after torch._dynamo.config.recompile_limit was reached by the same code; "
     'TORCH_LOGS="dynamo" says more'
 )
@@ -98,11 +99,12 @@ def left_to_python(report: Report) -> Iterator[str]:
 
 def in_python(report: Report) -> Iterator[str]:
     """How many calls Dynamo ran in plain Python, without Thunder, why, and what to do."""
-    if report.python_calls:
+    has_none = bool(report.breaks) and not report.traces and not report.outside
+    if report.python_calls or has_none:
         others = "more " if report.traces else ""
-        said = f"{count(report.python_calls, f'{others}call')} ran in plain Python, without Thunder"
+        calls = count(report.python_calls, f"{others}call") if report.python_calls else "Its calls"
         is_known = report.limits or (report.breaks and not report.traces)
-        yield f"{said}{'.' if is_known else f': {_NO_GRAPH}.'}"
+        yield f"{calls} ran in plain Python, without Thunder{'.' if is_known else f': {_NO_GRAPH}.'}"
     for each in report.limits:
         shared = "" if report.traces else ", of other functions or instances with the same code"
         yield (

@@ -11,10 +11,12 @@ from typing import Any, Protocol
 
 import torch
 
+from thunder_cg.compat import distributed
 from thunder_cg.runtime.backend import Backend, Pool
 from thunder_cg.runtime.lent import Lent
 
 _RAISE = "raise memory_budget"
+_GLOO = 0.1  # seconds for its thread to let go of gradients that the program has reduced itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,10 @@ class Arena:
         """Ends all loans. Releases the arena and returns False if something is held, or is at another place now."""
         may_use = False
         try:
-            held = [tensor for each in self._lent for tensor in each.held()]
+            held = self._held_by_callers()
+            if held and held[0].device.type == "cpu" and distributed.is_distributed():
+                distributed.await_gloo(lambda: not self._held_by_callers(), _GLOO)
+                held = self._held_by_callers()
             if not held or self._may_move():
                 may_use = not self._move(held)
             if self._poison and may_use:
@@ -110,6 +115,9 @@ class Arena:
             if not may_use:
                 self._held.release()
         return may_use
+
+    def _held_by_callers(self) -> list[torch.Tensor]:
+        return [tensor for each in self._lent for tensor in each.held()]
 
     def _may_move(self) -> bool:
         """Whether no other thread can be in the middle of an operator that has read the addresses of what it holds."""

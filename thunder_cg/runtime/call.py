@@ -51,6 +51,7 @@ class Call:
         self.program = program
         self.mode = Mode.EAGER
         self.thread = get_ident()
+        self.why_eager = ""
         self.verifies = False  # whether replays are compared with eager runs
         self.arena: Arena | None = None  # that it holds
         self.scratch: Arena | None = None  # that its backward holds besides: see Note [Scratch arenas]
@@ -86,6 +87,7 @@ class Call:
     def run_eagerly(self, reason: str, *, strict: bool = True) -> Call:
         """Regions run their ops from here on, because of ``reason``, which is counted; an error if ``strict=True``."""
         self.switch_to(Mode.EAGER)
+        self.why_eager = self.why_eager or reason
         self.program.eager_calls += 1
         self.program.count_fallback(reason, skip_reasons.fix_of(reason))
         if strict:

@@ -18,7 +18,7 @@ from typing import Any
 from thunder_cg.compat.lines import BEFORE_BREAK
 from thunder_cg.runtime.tensors import ALIGNMENT, Layout
 
-Layouts = tuple[Any, Mapping[str, Layout]]  # settings of kernels, and the layouts of inputs by name
+Layouts = tuple[Mapping[str, Any], Mapping[str, Layout]]  # settings of kernels, and layouts of inputs, by name
 
 FEW = 6  # changes in a row
 VERSIONS = ("shape", "number", "attribute", "constant", "items")  # Thunder compiles for each value
@@ -85,9 +85,9 @@ _KINDS = {
         "pass {first}.clone(), made outside of torch.inference_mode",
     ),
     "settings": (
-        "{count} settings of PyTorch that choose kernels so far ({shown})",
+        "{count} values of {names} so far ({shown}), by which PyTorch chooses kernels",
         "each new one warms up and captures",
-        "set them once, before the first call",
+        "set it once, before the first call",
     ),
     "moved": (
         "{names} moved to another address, {times}",
@@ -216,7 +216,7 @@ def of_layouts(changes: Changes, earlier: Sequence[Layouts], new: Layouts) -> Ca
     for kind in dict.fromkeys(_PARTS):
         before, after = ({n: _part(kind, each[n]) for n in layouts} for each in (nearest[1], layouts))
         found = found or changes.add_between(kind, before, after)
-    return found or (changes.add("settings", (), nearest[0], settings) if nearest[0] != settings else None)
+    return found or changes.add_between("settings", nearest[0], settings)
 
 
 def _part(kind: str, layout: Layout) -> Any:

@@ -218,7 +218,8 @@ class Program(Counts):
         meets = self.collectives.meets()
         call.round = self.collectives.next_round()
         if call.mode in (Mode.WARMUP, Mode.EAGER):
-            call.round.decline("it warms up" if call.mode is Mode.WARMUP else "it runs eagerly")
+            is_warm_up = call.mode is Mode.WARMUP
+            call.round.decline("it warms up" if is_warm_up else f"it runs eagerly, since {call.why_eager}")
         elif meets:
             self._meet(call, call.round, could_replay=call.mode is Mode.REPLAY and not needs_others)
         return call
@@ -311,7 +312,7 @@ class Program(Counts):
         call.program = self
         if call.arena is None:
             eager = Call(self)
-            eager.selection = call.selection
+            eager.selection, eager.why_eager = call.selection, call.why_eager
             return eager.run_eagerly(skip_reasons.FORWARD_WAS_EAGER)
         if self.collectives is not None and not self.collectives.are_alive():
             return call.run_eagerly(DESTROYED)
@@ -416,7 +417,8 @@ class Program(Counts):
         return changes.add("moved", [self._users_name(self.inputs.names[i]) for i in moved]) if moved else None
 
     def _layouts(self, key: Any) -> Layouts:
-        return key[0], {self._users_name(name): layout for name, layout in self.inputs.layouts(key).items()}
+        layouts = {self._users_name(name): layout for name, layout in self.inputs.layouts(key).items()}
+        return self.inputs.settings_in(key), layouts
 
     def _users_name(self, name: str) -> str:
         return self.compilation.parameters.get(name) or self.ops.values[name].users_name

@@ -12,7 +12,7 @@ import torch
 
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.ops import Op, Ops
-from thunder_cg.compat.torch import Settings, has_storage, is_zero_tensor, kernel_settings
+from thunder_cg.compat.torch import Settings, has_storage, is_zero_tensor, kernel_settings, names_of_settings
 from thunder_cg.runtime.guards import OverlapGuard
 from thunder_cg.runtime.region import RuntimeRegion
 from thunder_cg.runtime.skip_reasons import WRITTEN_LEAF
@@ -64,6 +64,10 @@ class ProgramInputs:
     def layouts(self, key: Any) -> Mapping[str, Layout]:
         """The layouts in a key, by name."""
         return dict(zip([self.names[i] for i in self._keyed], key[1]))
+
+    def settings_in(self, key: Any) -> Mapping[str, Any]:
+        """The settings in a key, by name."""
+        return dict(zip(names_of_settings(self.settings), key[0]))
 
     def unsupported(self, tensors: Sequence[Any]) -> str | None:
         """Why no graph can ever be right for these inputs."""

@@ -257,7 +257,8 @@ class GraphedStep:
             self._refuse(layout, state.facts, _ELSEWHERE)
             return self._run(call, _ELSEWHERE)
         elif known is not None and self._first_gradients.are_added_to():
-            return self._run(call, _ADDS_TO_FIRST)
+            with held_back(not hopeless):
+                return self._run(call, _ADDS_TO_FIRST)
         elif known is not None and self._groups(layout) is not None:
             return self._try_capture(state, call, known)
         with held_back(not hopeless):
@@ -327,7 +328,8 @@ class GraphedStep:
             return self._observe(call)
         if not failure.may_pass:
             self._refuse(call.layout, state.facts, failure.problem)
-        return self._run(call, failure.problem)
+        with held_back(failure.is_of_ranks and failure.may_pass and self._unstable < _MAX_UNSTABLE):
+            return self._run(call, failure.problem)
 
     def _replay_first(self, recording: StepRecording, call: _Call, ready: _Ready, calls: Calls) -> Any:
         """The first replay of a recording: the capture has run nothing."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from thunder_cg.compat.distributed import allows_implicit_replication
-from thunder_cg.compat.torch import Settings, kernel_settings
+from thunder_cg.compat.torch import Settings, kernel_settings, names_of_settings
 from thunder_cg.step.facts import Content
 
 
@@ -41,12 +41,12 @@ def thread_states() -> tuple[Any, ...]:
     return tuple(get() for get in _thread_states.values())
 
 
-_kernel_settings = kernel_settings(Settings.ALL)
+_settings, _names_of_settings = kernel_settings(Settings.ALL), names_of_settings(Settings.ALL)
 
 
 def states_outside(device: torch.device) -> dict[str, Any]:
     """What a step may change that is neither an argument nor read by a name, and that no replay would change."""
-    facts: dict[str, Any] = {"what PyTorch chooses kernels by": _kernel_settings()}
+    facts: dict[str, Any] = dict(zip(_names_of_settings, _settings()))
     if device.type != "cpu":
         facts |= {"the current stream": torch.cuda.current_stream(), "the current device": torch.cuda.current_device()}
     return random_states(device) | dict(zip(_thread_states, thread_states())) | facts

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import quantiles
+from tempfile import TemporaryDirectory
 from typing import Literal
+from unittest.mock import patch
 
 import torch
 
@@ -53,6 +56,16 @@ def memory_peaks(device: torch.device) -> Iterator[MemoryPeaks]:
     yield peaks
     peaks.allocated = (torch.cuda.max_memory_allocated(device) - allocated) / 1e6
     peaks.reserved = (torch.cuda.max_memory_reserved(device) - reserved) / 1e6
+
+
+@contextmanager
+def new_inductor_cache() -> Iterator[None]:
+    """Inside, Inductor and Triton find nothing that was compiled before, such as for another variant."""
+    with (
+        TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder, TRITON_CACHE_DIR=f"{folder}/triton"),
+    ):
+        yield
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing import connection, get_context, resource_tracker
+from multiprocessing.sharedctypes import RawValue
 from typing import IO, Any, Generic, TypeVar
 from unittest.mock import patch
 
@@ -28,6 +29,7 @@ from thunder_cg.progress import Progress
 
 STARTUP = 180.0  # seconds for the imports
 _PRINTS_STACKS = signal.SIGUSR1
+_stood_still: Any = None  # seconds, of this process, if it is a worker; shared with the process that has stopped it
 _FRAMES = 6  # of a stack that are shown
 
 T = TypeVar("T")
@@ -36,6 +38,11 @@ T = TypeVar("T")
 def failure_text(error: BaseException) -> str:
     """The kind of error and the first line of its message."""
     return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")[:300]
+
+
+def working_time() -> float:
+    """`time.perf_counter`, which stands still while this process does, because another one has its turn."""
+    return time.perf_counter() - (_stood_still.value if _stood_still is not None else 0.0)
 
 
 class Supervisor:
@@ -110,6 +117,8 @@ class _Worker(Generic[T]):
     pipe: connection.Connection
     output: IO[bytes]
     """What the process, and all that it started, print."""
+    stood_still: Any
+    """Seconds, in memory that both processes share."""
     answer: Answer[T] | None = None
     stage: str = ""
     tasks_begun: int = 0
@@ -231,9 +240,11 @@ class Workers(Generic[T]):
             while worker.busy:
                 yield from self._receive([worker])
         finally:
+            taken = time.monotonic() - begin
             for other in others:
+                other.deadline += taken
+                other.stood_still.value += taken
                 other.signal(signal.SIGCONT)
-                other.deadline += time.monotonic() - begin
 
     def _begin(self) -> None:
         while self._tasks and sum(worker.busy for worker in self._workers) < self._jobs:
@@ -249,7 +260,8 @@ class Workers(Generic[T]):
         context = get_context("spawn")
         pipe, its_pipe = context.Pipe()
         output = tempfile.NamedTemporaryFile()  # noqa: SIM115
-        process = context.Process(target=_serve, args=(its_pipe, output.name, self._work), daemon=True)
+        stood_still = RawValue("d", 0.0)
+        process = context.Process(target=_serve, args=(its_pipe, output.name, self._work, stood_still), daemon=True)
         resource_tracker.ensure_running()  # a process that starts it gives it its variables, and allows the signal
         # Threads share the variables of this process. What a worker imports before it serves prints here.
         with _environment, patch.dict(os.environ, {"PYTHONWARNINGS": "ignore", **self._environment}):
@@ -259,7 +271,7 @@ class Workers(Generic[T]):
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
         its_pipe.close()
-        self._workers.append(_Worker(process, pipe, output))
+        self._workers.append(_Worker(process, pipe, output, stood_still))
         return self._workers[-1]
 
     def _receive(self, busy: Sequence[_Worker[T]]) -> Iterator[Answer[T]]:
@@ -330,8 +342,10 @@ def _last_output(lines: Iterable[str]) -> list[str]:
     return [*printed[:crash][-1:], *where[:1]]
 
 
-def _serve(pipe: connection.Connection, output: str, work: Callable[[Any, Supervisor], None]) -> None:
+def _serve(pipe: connection.Connection, output: str, work: Callable[[Any, Supervisor], None], stood_still: Any) -> None:
     """The main function of a worker: does the tasks that come, until the pipe is closed."""
+    global _stood_still
+    _stood_still = stood_still
     os.setsid()
     file = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)

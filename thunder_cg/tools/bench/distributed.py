@@ -21,27 +21,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thunder_cg.compat.torch_compile import (
-    dynamo_recompile_limit,
-    forget_dynamic_sizes,
-    keep_cublas_workspaces,
-    optimize_ddp,
-)
+from thunder_cg.compat.torch_compile import dynamo_recompile_limit, keep_cublas_workspaces, optimize_ddp
 from thunder_cg.compat.tracing import faster_tracing
-from thunder_cg.report.report import explain
 from thunder_cg.runtime.agreement import Round, SameOptions
-from thunder_cg.step import GraphedStep
 from thunder_cg.tools.bench.accuracy import bits
-from thunder_cg.tools.bench.measure import FIRST_CALLS, ROUNDS, TURN_SECONDS, subject, why_never_replayed
+from thunder_cg.tools.bench.measure import ROUNDS, Contender, Samples, subject
 from thunder_cg.tools.bench.parallel import COLLECTIVES_EAGER, TENSOR, RankSubject, prepare
 from thunder_cg.tools.bench.rank_cases import RankCase
-from thunder_cg.tools.bench.variants import GRAPHED_STEP, OURS, REDUCE_OVERHEAD, THUNDER
+from thunder_cg.tools.bench.variants import GRAPHED_STEP, OURS, REDUCE_OVERHEAD, THUNDER, Prepared
 from thunder_cg.tools.demo import same_bits
-from thunder_cg.tools.measuring import free_memory, frozen_objects, memory_peaks, p99, quiet_collector, synchronize
+from thunder_cg.tools.measuring import free_memory, frozen_objects, p99
 from thunder_cg.tools.turns import Turns
 from thunder_cg.tools.workers import Supervisor, failure_text
 
-FEWEST_STEPS = 5  # of a turn
 TURN_TIMEOUT = 90.0  # seconds after which a turn counts as hung; it takes about as many as `TURN_SECONDS`, twice
 _VARIANT = ": "  # in what is reported, before the variant
 _WITH_THUNDERS_KERNELS = (COLLECTIVES_EAGER, OURS, GRAPHED_STEP)  # and graphs
@@ -80,19 +72,6 @@ class RankRow:
     failure: str = ""
 
 
-@dataclass(slots=True)
-class _Samples:
-    """What one rank measured of one variant."""
-
-    host: list[float]
-    back_to_back: list[float]
-    ends: list[float]  # of steps, by a clock that all processes of the machine share
-    reserved: float = 0.0
-    first_calls: float = 0.0
-    agreement: float = 0.0
-    bits: str = ""
-
-
 @contextmanager
 def _asking() -> Iterator[list[float]]:
     """Yields the seconds of each time that `thunder_cg` asks other ranks inside."""
@@ -113,59 +92,21 @@ def _asking() -> Iterator[list[float]]:
         yield seconds
 
 
-class RankContender:
-    """One variant on this rank, prepared and called until it reached its steady state."""
+@dataclass(slots=True)
+class _RankSamples(Samples):
+    agreement: float = 0.0  # as in `RankRow`
+    bits: str = ""
 
-    def __init__(self, name: str, template: RankSubject) -> None:
-        self.name = name
-        self.samples = _Samples([], [], [])
-        self._device = template.device
-        own = replace(template, model=copy.deepcopy(template.model))
-        torch.manual_seed(dist.get_rank())
-        forget_dynamic_sizes()
-        # Parts of a DDP module, which Dynamo compiles apart by default, do not go together with reduce-overhead.
-        with memory_peaks(self._device) as memory, optimize_ddp(name != REDUCE_OVERHEAD), faster_tracing():
-            start = time.perf_counter()
-            with _asking() as asked:
-                self.prepared = prepare(name, own)
-                times = [self._timed() for _ in range(FIRST_CALLS)]
-            self.samples.first_calls, self.samples.agreement = time.perf_counter() - start, sum(asked)
-        self.samples.reserved = memory.reserved
-        self.seconds = min(times[3:])
 
-    def _timed(self) -> float:
-        start = time.perf_counter()
-        self.prepared.step()
-        synchronize(self._device)
-        return time.perf_counter() - start
-
-    def warm_up(self) -> None:
-        """Steps before a turn: after those of other variants, the first ones are slower."""
-        for _ in range(2):
-            self.prepared.step()
-        synchronize(self._device)
-
-    def turn(self, steps: int, control: dist.ProcessGroup) -> None:
-        """Measures steps back to back, then as many synchronized ones."""
-        dist.barrier(group=control)
-        with quiet_collector():
-            start = time.perf_counter()
-            for _ in range(steps):
-                self.prepared.step()
-            synchronize(self._device)
-            self.samples.back_to_back.append((time.perf_counter() - start) / steps * 1e3)
-            dist.barrier(group=control)
-            for _ in range(steps):
-                start = time.perf_counter()
-                self.prepared.step()
-                self.samples.host.append((time.perf_counter() - start) * 1e3)
-                synchronize(self._device)
-                self.samples.ends.append(time.perf_counter())
-
-    def results(self) -> list[Tensor]:
-        """The loss or the output of one more step, and its gradients on this rank."""
-        found = [self.prepared.step(), *(p.grad for p in self.prepared.parameters if p.grad is not None)]
-        return [tensor.detach().clone() for tensor in found]
+def _contender(name: str, template: RankSubject, samples: _RankSamples) -> Contender:
+    """The variant on this rank, prepared."""
+    own = replace(template, model=copy.deepcopy(template.model))
+    torch.manual_seed(dist.get_rank())
+    # Parts of a DDP module, which Dynamo compiles apart by default, do not go together with reduce-overhead.
+    with optimize_ddp(name != REDUCE_OVERHEAD), faster_tracing(), _asking() as asked:
+        contender = Contender(name, partial(prepare, name, own), template.device, samples)
+    samples.agreement = sum(asked)
+    return contender
 
 
 def measure_case(
@@ -207,7 +148,7 @@ class _Measurement:
         self._case, self._names, self._steps = case, names, steps
         self._supervisor, self._turns, self._control = supervisor, turns, control
         self._template = _template(case)
-        self._contenders: dict[str, RankContender] = {}
+        self._contenders: dict[str, Contender] = {}
         self._rows = {name: RankRow(case.name, name) for name in names}
         self._expected: list[list[Tensor]] = []  # of plain Thunder
 
@@ -238,14 +179,15 @@ class _Measurement:
                 self._try(name, partial(self._prepare_one, name))
 
     def _prepare_one(self, name: str) -> None:
-        self._contenders[name] = contender = RankContender(name, self._template)
-        contender.samples.bits = _bits(contender, self._expected, self._control)
+        samples = _RankSamples()
+        self._contenders[name] = contender = _contender(name, self._template, samples)
+        samples.bits = _bits(contender, self._expected, self._control)
 
     def _take_turn(self, name: str) -> None:
         contender = self._contenders[name]
         if self._try(name, contender.warm_up):
             slowest = max(_everyone(contender.seconds, self._control))  # all ranks make as many steps
-            contender.turn(min(self._steps, max(FEWEST_STEPS, int(TURN_SECONDS / slowest))), self._control)
+            contender.turn(self._steps, slowest, partial(dist.barrier, group=self._control))
 
     def _try(self, name: str, work: Callable[[], None]) -> bool:
         """Does something with a variant; leaves it out if that fails."""
@@ -292,33 +234,38 @@ def _everyone(value: Any, control: dist.ProcessGroup) -> list[Any]:
     return found
 
 
-def _bits(contender: RankContender, expected: list[list[Tensor]], control: dist.ProcessGroup) -> str:
+def _bits(contender: Contender, expected: list[list[Tensor]], control: dist.ProcessGroup) -> str:
     """Compares with plain Thunder, whose results it keeps in `expected`. To be called on each rank."""
+    results = partial(_results, contender.prepared)
     if contender.name == THUNDER:
-        expected += [contender.results(), contender.results()]
+        expected += [results(), results()]
     if contender.name not in _WITH_THUNDERS_KERNELS or not expected:
         return ""
-    found = contender.results()
-    return bits(found, expected, contender.results, _same, lambda is_same: all(_everyone(is_same, control)))
+    return bits(results(), expected, results, _same, lambda is_same: all(_everyone(is_same, control)))
+
+
+def _results(prepared: Prepared) -> list[Tensor]:
+    """The loss or the output of one more step, and its gradients on this rank."""
+    found = [prepared.step(), *(p.grad for p in prepared.parameters if p.grad is not None)]
+    return [tensor.detach().clone() for tensor in found]
 
 
 def _same(found: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
     return len(found) == len(other) and all(map(same_bits, found, other))
 
 
-def _fill(row: RankRow, contender: RankContender, control: dist.ProcessGroup) -> None:
-    ranks: list[_Samples] = _everyone(contender.samples, control)
-    row.back_to_back_ms = max(median(rank.back_to_back) for rank in ranks)
-    row.host_ms = max(median(rank.host) for rank in ranks)
+def _fill(row: RankRow, contender: Contender, control: dist.ProcessGroup) -> None:
+    ranks: list[_RankSamples] = _everyone(contender.samples, control)
+    row.back_to_back_ms = max(median(rank.back_to_back) for rank in ranks) * 1e3
+    row.host_ms = max(median(rank.host) for rank in ranks) * 1e3
     ends = zip(*(rank.ends for rank in ranks), strict=True)
     row.skew_p99_ms = p99([(max(each) - min(each)) * 1e3 for each in ends])
     row.reserved_mb = max(rank.reserved for rank in ranks)
-    row.first_calls_s = max(rank.first_calls for rank in ranks)
+    row.first_calls_s = max(rank.prepare + sum(rank.first_calls) for rank in ranks)
     row.agreement_s = max(rank.agreement for rank in ranks)
     row.steps = len(contender.samples.ends)
     said = {rank.bits for rank in ranks}
     row.bits = next((word for word in ("different", "other kernels", "thunder varies", "same") if word in said), "")
-    if isinstance(contender.prepared.compiled, GraphedStep):
-        row.failure = why_never_replayed(contender.prepared.compiled)
+    row.failure = contender.why_never_replayed()
     if contender.name in _WITH_THUNDERS_KERNELS:
-        row.captured = str(explain(contender.prepared.compiled)).splitlines()[0].partition(": ")[2]
+        row.captured = contender.headline()

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 
 import torch
@@ -22,9 +23,17 @@ from thunder_cg.runtime.recording import Recording
 from thunder_cg.step import GraphedStep
 from thunder_cg.tools.bench import accuracy
 from thunder_cg.tools.bench.cases import BenchmarkCase
-from thunder_cg.tools.bench.variants import OURS, REDUCE_OVERHEAD, THUNDER, VARIANTS, Subject, is_of
-from thunder_cg.tools.measuring import free_memory, frozen_objects, memory_peaks, p99, quiet_collector, synchronize
-from thunder_cg.tools.workers import failure_text
+from thunder_cg.tools.bench.variants import OURS, REDUCE_OVERHEAD, THUNDER, VARIANTS, Prepared, Subject, is_of
+from thunder_cg.tools.measuring import (
+    free_memory,
+    frozen_objects,
+    memory_peaks,
+    new_inductor_cache,
+    p99,
+    quiet_collector,
+    synchronize,
+)
+from thunder_cg.tools.workers import failure_text, working_time
 
 ROUNDS = 5  # turns of each variant
 TURN_SECONDS = 1.0  # after which a turn of slow calls ends, but not before FEWEST_CALLS
@@ -45,7 +54,7 @@ class BenchmarkRow:
         samples: synchronised calls measured, in `ROUNDS` turns.
         first_calls_ms: the first three calls, synchronized. The first call compiles; thunder_cg captures in the second.
         prepare_s: seconds before the first call, where `make_graphed_callables` and the hand-made graph capture.
-        compile_s: preparation and the first call, seconds.
+        compile_s: preparation and the first call, seconds of `working_time`, with no compiled kernels on the disk.
         capture_ms: the time of a call that captures, less that of a call that does not, milliseconds. For thunder_cg it
             is the median of `CAPTURES` after all turns, because other processes may compile beside the second call; for
             other variants it is the second call.
@@ -83,93 +92,135 @@ class BenchmarkRow:
     failure: str = ""
 
 
-def why_never_replayed(step: GraphedStep) -> str:
-    """Why no call of the step was a graph, so that its time is that of something else; "" if one was."""
-    return "" if step.replays else f"0 of {step.calls} calls replayed: {step.in_python.most_common(1)[0][0]}"
+@dataclass(slots=True)
+class Samples:
+    """What was measured of one variant in this process, in seconds and 1e6 bytes; see `BenchmarkRow`.
+
+    Attributes:
+        ends: of synchronized calls, by a clock that all processes of the machine share.
+        back_to_back: of each turn.
+    """
+
+    prepare: float = 0.0
+    first_calls: list[float] = field(default_factory=list)
+    allocated: float = 0.0
+    reserved: float = 0.0
+    host: list[float] = field(default_factory=list)
+    end_to_end: list[float] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+    back_to_back: list[float] = field(default_factory=list)
 
 
 class Contender:
-    """One variant of a case, prepared and called until it reached its steady state, and its samples."""
+    """One variant of a case, prepared and called until it reached its steady state, and its samples in this process."""
 
-    def __init__(self, name: str, template: Subject) -> None:
-        """The variant copies the model of `template`."""
-        self.subject = Subject(template.case, copy.deepcopy(template.model), template.inputs)
-        self.row = BenchmarkRow(template.case.name, name)
-        self._host: list[float] = []
-        self._end_to_end: list[float] = []
-        self._back_to_back: list[float] = []
-        torch.manual_seed(0)
+    def __init__(self, name: str, prepare: Callable[[], Prepared], device: torch.device, samples: Samples) -> None:
+        self.name, self.samples, self._device = name, samples, device
         forget_dynamic_sizes()  # else sizes that varied in another variant are dynamic from the start
-        with memory_peaks(template.device) as memory:
-            start = time.perf_counter()
-            self.prepared = VARIANTS[name](self.subject)
-            self.sync()
-            self.row.prepare_s = time.perf_counter() - start
-            times = [self._call()[1] for _ in range(FIRST_CALLS)]
-        self.row.allocated_mb, self.row.reserved_mb = memory.allocated, memory.reserved
-        self.row.first_calls_ms = [t * 1e3 for t in times[:3]]
-        self.row.compile_s = self.row.prepare_s + times[0]
-        self._seconds = min(times[3:])
-        if self.prepared.transform is not None:
-            self.row.analysis_ms = self.prepared.transform.seconds * 1e3
-            self.row.captured = str(explain(self.prepared.compiled)).splitlines()[0].partition(": ")[2]
+        with memory_peaks(device) as memory, new_inductor_cache():
+            start = working_time()
+            self.prepared = prepare()
+            synchronize(device)
+            samples.prepare = working_time() - start
+            samples.first_calls = [self._first_call() for _ in range(FIRST_CALLS)]
+        samples.allocated, samples.reserved = memory.allocated, memory.reserved
+        self.seconds = min(samples.first_calls[3:])
 
-    def sync(self) -> None:
-        synchronize(self.subject.device)
+    def _first_call(self) -> float:
+        """Seconds that a call has worked, until the GPU had finished it. Others may have their turns meanwhile."""
+        start = working_time()
+        self.prepared.step()
+        synchronize(self._device)
+        return working_time() - start
 
-    def _call(self) -> tuple[float, float]:
+    def call(self) -> tuple[float, float]:
         """Seconds until a call returned, and until the GPU had finished it."""
         start = time.perf_counter()
         self.prepared.step()
         returned = time.perf_counter()
-        self.sync()
+        synchronize(self._device)
         return returned - start, time.perf_counter() - start
 
-    def turn(self, calls: int) -> None:
-        """Measures synchronized calls, then as many back to back."""
-        calls = min(calls, max(FEWEST_CALLS, int(TURN_SECONDS / self._seconds)))
+    def warm_up(self) -> None:
+        """Calls before a turn: after those of other variants, the first ones are slower."""
         for _ in range(3):
-            self.prepared.step()
-        self.sync()
+            self.call()
+
+    def turn(self, most: int, slowest: float, meet: Callable[[], None] = lambda: None) -> None:
+        """Measures calls back to back, then as many synchronized ones.
+
+        Args:
+            most: so many, or less if the ``slowest`` rank needs many seconds for each; see `TURN_SECONDS`.
+            meet: has the ranks wait for each other, before each of the two.
+        """
+        samples, calls = self.samples, min(most, max(FEWEST_CALLS, int(TURN_SECONDS / slowest)))
+        meet()
         with quiet_collector():
-            for _ in range(calls):
-                host, end_to_end = self._call()
-                self._host.append(host * 1e6)
-                self._end_to_end.append(end_to_end * 1e6)
             start = time.perf_counter()
             for _ in range(calls):
                 self.prepared.step()
-            self.sync()
-            self._back_to_back.append((time.perf_counter() - start) / calls * 1e6)
+            synchronize(self._device)
+            samples.back_to_back.append((time.perf_counter() - start) / calls)
+            meet()
+            for _ in range(calls):
+                host, end_to_end = self.call()
+                samples.ends.append(time.perf_counter())
+                samples.host.append(host)
+                samples.end_to_end.append(end_to_end)
 
-    def finish(self) -> BenchmarkRow:
-        """The row, after all turns."""
-        row = self.row
-        if isinstance(self.prepared.compiled, GraphedStep):
-            row.captured = "; ".join(map(str.strip, str(explain(self.prepared.compiled)).splitlines()))
-            row.failure = why_never_replayed(self.prepared.compiled)
-        row.samples = len(self._host)
-        row.host_p50, row.host_p99 = median(self._host), p99(self._host)
-        row.end_to_end_p50, row.end_to_end_p99 = median(self._end_to_end), p99(self._end_to_end)
-        row.back_to_back = median(self._back_to_back)
-        row.per_second = 1e6 / row.back_to_back
-        captures = self._captures() if self.prepared.transform is not None else row.first_calls_ms[1:2]
-        row.capture_ms = max(0.0, median(captures) - row.end_to_end_p50 / 1e3)
-        return row
+    def headline(self) -> str:
+        """That of the report of what Thunder has compiled."""
+        return str(explain(self.prepared.compiled)).splitlines()[0].partition(": ")[2]
 
-    def _captures(self) -> list[float]:
-        """Milliseconds of calls that capture, because their recordings were dropped before."""
-        pairs = {located.program.pair for located in locate(self.prepared.compiled).programs}
-        times: list[float] = []
-        dropped: list[Recording] = []  # freed after the measurement
-        with quiet_collector():
-            for _ in range(CAPTURES):
-                for pair in pairs:
-                    dropped += pair.recordings
-                    for recording in pair.recordings:
-                        pair.drop(recording)
-                times.append(self._call()[1] * 1e3)
-        return times
+    def why_never_replayed(self) -> str:
+        """Why no call of a step was a graph, so that its time is that of something else; "" if one was."""
+        step = self.prepared.compiled
+        if not isinstance(step, GraphedStep) or step.replays:
+            return ""
+        return f"0 of {step.calls} calls replayed: {step.in_python.most_common(1)[0][0]}"
+
+
+def of_subject(name: str, subject: Subject) -> Contender:
+    """The variant, prepared. It may change the model."""
+    torch.manual_seed(0)
+    return Contender(name, partial(VARIANTS[name], subject), subject.device, Samples())
+
+
+def _fill(row: BenchmarkRow, contender: Contender) -> None:
+    """After all turns."""
+    samples, prepared = contender.samples, contender.prepared
+    row.allocated_mb, row.reserved_mb, row.prepare_s = samples.allocated, samples.reserved, samples.prepare
+    row.first_calls_ms = [t * 1e3 for t in samples.first_calls[:3]]
+    row.compile_s = samples.prepare + samples.first_calls[0]
+    row.failure = contender.why_never_replayed()
+    host, end_to_end = ([t * 1e6 for t in each] for each in (samples.host, samples.end_to_end))
+    row.samples = len(host)
+    row.host_p50, row.host_p99 = median(host), p99(host)
+    row.end_to_end_p50, row.end_to_end_p99 = median(end_to_end), p99(end_to_end)
+    row.back_to_back = median(samples.back_to_back) * 1e6
+    row.per_second = 1e6 / row.back_to_back
+    times = row.first_calls_ms[1:2]
+    if prepared.transform is not None:
+        row.analysis_ms, row.captured = prepared.transform.seconds * 1e3, contender.headline()
+        times = captures(contender)
+    elif isinstance(prepared.compiled, GraphedStep):
+        row.captured = "; ".join(map(str.strip, str(explain(prepared.compiled)).splitlines()))
+    row.capture_ms = max(0.0, median(times) - row.end_to_end_p50 / 1e3)
+
+
+def captures(contender: Contender) -> list[float]:
+    """Milliseconds of calls that capture, because their recordings were dropped before."""
+    pairs = {located.program.pair for located in locate(contender.prepared.compiled).programs}
+    times: list[float] = []
+    dropped: list[Recording] = []  # freed after the measurement
+    with quiet_collector():
+        for _ in range(CAPTURES):
+            for pair in pairs:
+                dropped += pair.recordings
+                for recording in pair.recordings:
+                    pair.drop(recording)
+            times.append(contender.call()[1] * 1e3)
+    return times
 
 
 def measure_case(
@@ -228,10 +279,11 @@ def _measure_variants(
         for name in some:
             progress.tick(f"{case.name}: preparing {name}")
             try:
-                contender = Contender(name, template)
+                own = Subject(case, copy.deepcopy(template.model), template.inputs)
+                contender, row = of_subject(name, own), BenchmarkRow(case.name, name)
                 if accuracy_check is not None:
-                    accuracy_check.fill(contender)
-                contenders[name] = contender
+                    accuracy_check.fill(row, contender, own)
+                contenders[name], rows[name] = contender, row
             except Exception as error:
                 rows[name] = BenchmarkRow(case.name, name, failure=failure_text(error))
 
@@ -241,29 +293,26 @@ def _measure_variants(
         prepare([name for name in names if name != REDUCE_OVERHEAD])
         ready()
         with frozen_objects():
-            rows |= _take_turns(
-                case, [contenders[name] for name in names if name in contenders], len(names), calls, progress
-            )
+            _take_turns(case, [contenders[name] for name in names if name in contenders], rows, calls, progress)
     return [rows[name] for name in names]
 
 
 def _take_turns(
-    case: BenchmarkCase, contenders: list[Contender], count: int, calls: int, progress: Progress
-) -> dict[str, BenchmarkRow]:
-    """The rows of the contenders that could be prepared, out of `count`."""
-    rows: dict[str, BenchmarkRow] = {}
+    case: BenchmarkCase, contenders: list[Contender], rows: dict[str, BenchmarkRow], calls: int, progress: Progress
+) -> None:
+    """Fills in the rows of the contenders that could be prepared."""
     for round in range(ROUNDS):
         for contender in [*contenders]:
-            progress.tick(f"{case.name}: turn {round + 1} of {ROUNDS}, {contender.row.variant}")
+            progress.tick(f"{case.name}: turn {round + 1} of {ROUNDS}, {contender.name}")
             try:
-                contender.turn(calls)
+                contender.warm_up()
+                contender.turn(calls, contender.seconds)
             except Exception as error:
                 contenders.remove(contender)
-                rows[contender.row.variant] = BenchmarkRow(
-                    case.name, contender.row.variant, failure=failure_text(error)
-                )
-        progress.tick(f"{case.name}: turn {round + 1} of {ROUNDS}", count - len(contenders))
-    return rows | {contender.row.variant: contender.finish() for contender in contenders}
+                rows[contender.name] = BenchmarkRow(case.name, contender.name, failure=failure_text(error))
+        progress.tick(f"{case.name}: turn {round + 1} of {ROUNDS}", len(rows) - len(contenders))
+    for contender in contenders:
+        _fill(rows[contender.name], contender)
 
 
 def subject(case: BenchmarkCase, device: torch.device) -> Subject:
@@ -283,18 +332,18 @@ class _AccuracyCheck:
         self._exact = accuracy.reference(template)
         self._thunder: list[accuracy.StepResults] = []
 
-    def fill(self, contender: Contender) -> None:
-        row = contender.row
-        found = accuracy.step_results(contender.prepared.step, contender.subject)
+    def fill(self, row: BenchmarkRow, contender: Contender, subject: Subject) -> None:
+        def results() -> accuracy.StepResults:
+            return accuracy.step_results(contender.prepared.step, subject)
+
+        found = results()
         row.reference = self._name
         try:
             row.error = accuracy.relative_error(found, self._exact)
         except ValueError as error:
             row.reference = f"{self._name}: {error}"
         if row.variant == THUNDER:
-            again = accuracy.step_results(contender.prepared.step, contender.subject)
-            self._thunder = [found, again]
+            self._thunder = [found, results()]
         elif row.variant == OURS and self._thunder:
-            step, subject = contender.prepared.step, contender.subject
-            row.bits = accuracy.bits(found, self._thunder, lambda: accuracy.step_results(step, subject), accuracy.same)
+            row.bits = accuracy.bits(found, self._thunder, results, accuracy.same)
             self._thunder = []
