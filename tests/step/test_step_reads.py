@@ -34,7 +34,7 @@ import weakref
 from abc import ABC
 from collections import Counter, OrderedDict, UserList, UserString, defaultdict, deque, namedtuple
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from contextvars import ContextVar, copy_context
 from datetime import datetime, timedelta
 from decimal import Context, Decimal, setcontext
@@ -50,6 +50,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy, dropout
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
@@ -1380,6 +1381,21 @@ def test_settings_that_a_step_leaves_behind(step_twins, device):
     finally:
         torch.backends.cuda.enable_math_sdp(True)
     assert "torch.backends.cuda.enable_math_sdp() changed from True to False" in str([*step.in_python])
+
+
+def test_an_order_of_kernels_that_a_step_leaves_behind(step_twins, device):
+    def of(x):
+        settings.enter_context(sdpa_kernel([SDPBackend.MATH, *order[:-1]], set_priority=True))
+        return x * 2
+
+    order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    step = step_twins.graphed(of)
+    with ExitStack() as settings:
+        for _ in range(4):
+            settings.close()
+            settings.enter_context(sdpa_kernel(order, set_priority=True))
+            step(step_twins.batch()[0])
+    assert "the priorities of torch.nn.attention.sdpa_kernel() changed from '[" in str([*step.in_python])
 
 
 @pytest.mark.parametrize("write", [lambda t: t.data.fill_(2), lambda t: t.numpy().fill(2), lambda t: t.add_(1)])

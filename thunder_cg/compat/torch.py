@@ -333,7 +333,7 @@ _SETTINGS: Mapping[Settings, dict[str, Callable[[], Any]]] = {
         "torch.backends.cuda.enable_math_sdp()": _c._get_math_sdp_enabled,
         "torch.backends.cuda.enable_cudnn_sdp()": _c._get_cudnn_sdp_enabled,
         "torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp()": _c._get_math_sdp_allow_fp16_bf16_reduction,
-        "the order of torch.nn.attention.sdpa_kernel()": lambda: tuple(_c._get_sdp_priority_order()),
+        "the priorities of torch.nn.attention.sdpa_kernel()": lambda: str(_c._get_sdp_priority_order()),
     },
     Settings.CUDNN: {
         "torch.backends.cudnn.enabled": _c._get_cudnn_enabled,
