@@ -42,7 +42,7 @@ from enum import Enum
 from fractions import Fraction
 from functools import cached_property, lru_cache, partial, partialmethod, singledispatch
 from importlib import import_module
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from types import FunctionType, MappingProxyType, SimpleNamespace
 from typing import ClassVar
 
@@ -1396,6 +1396,16 @@ def test_an_order_of_kernels_that_a_step_leaves_behind(step_twins, device):
             settings.enter_context(sdpa_kernel(order, set_priority=True))
             step(step_twins.batch()[0])
     assert "the priorities of torch.nn.attention.sdpa_kernel() changed from '[" in str([*step.in_python])
+
+
+def test_a_gradient_that_is_looked_up_unseen(step_twins, device):
+    weight, gradient_of = torch.nn.Parameter(torch.ones(4, device=device)), attrgetter("grad")
+    step = step_twins.graphed(lambda x: x * weight.detach() * (1 if gradient_of(weight) is None else 2))
+    for i in range(6):
+        weight.grad = torch.ones_like(weight) if i == 5 else None
+        x = step_twins.batch()[0]
+        assert torch.equal(step(x), x * (1 if i < 5 else 2))
+    assert "gradient_of is an attrgetter of what is not compared before a replay" in str([*step.in_python])
 
 
 @pytest.mark.parametrize("write", [lambda t: t.data.fill_(2), lambda t: t.numpy().fill(2), lambda t: t.add_(1)])

@@ -86,6 +86,7 @@ _DEFINE = Tensor, nn.Module, Optimizer, nn.functional
 _Cached = type(lru_cache(len))
 _FUNCTIONS = types.FunctionType, singledispatchmethod, _Cached, partial
 _random: Any = random.random  # of the generator of the process
+_OF_TENSORS = {"grad", "_grad", "_version"}
 _CONTEXT = attrgetter("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
 
 
@@ -473,6 +474,10 @@ _KINDS: Sequence[tuple[Callable[[Any], bool], Any]] = (
     (lambda value: _content_of(value) is not None, Collector._add_value),
     (lambda value: _is_collection(value), Collector._add_collection),
     (lambda value: _is_iterator(value), f"is a {{}}, which no replay would advance; {_NEXT}"),
+    (
+        lambda value: _looks_up_gradients(value),
+        f"is an attrgetter of what {_NOT_COMPARED}; name the attribute in the step",
+    ),
     (lambda value: _is_opaque(value), f"is a {{}}, whose content {_NOT_COMPARED}; {_PASS}"),
     (lambda value: is_object(value), Collector._add_object),
     (lambda _: True, Collector._add_other),
@@ -556,6 +561,11 @@ def _get(variable: contextvars.ContextVar[Any]) -> Any:
         return variable.get()
     except LookupError:
         return MISSING
+
+
+def _looks_up_gradients(value: Any) -> bool:
+    """Whether nothing in bytecode says that it is called for the gradient, or the version, of a tensor."""
+    return type(value) is attrgetter and not _OF_TENSORS.isdisjoint(".".join(value.__reduce__()[1]).split("."))
 
 
 def _is_collection(value: Any) -> bool:
