@@ -261,11 +261,11 @@ def test_a_rank_that_cannot_capture(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("what", "replays"),
     [
-        ("is watched", (6, 5)),
         ("uneven batches", (6, 4)),
         *(
             pytest.param(what, replays, marks=nightly)
             for what, replays in (
+                ("is watched", (6, 5)),
                 ("evaluates", (7, 7)),
                 ("raises", (7, 5)),  # after zero_grad, so the next call finds no gradients, which takes another graph
                 ("another learning rate", (7, 3)),
@@ -319,6 +319,7 @@ def beside_a_thread() -> tuple[int, int, dict[str, int]]:
     return differing, step.replays, dict(step.in_python)
 
 
+@nightly
 def test_another_thread_that_communicates(ranks: Ranks) -> None:
     """What it did during a call in Python keeps the step from being captured only once."""
     for differing, replays, in_python in ranks.run(beside_a_thread):
@@ -544,7 +545,7 @@ _HAPPEN: dict[str, Callable[[Any, list[Any]], object]] = {
 
 
 @pytest.mark.parametrize("what", _HAPPEN)
-@pytest.mark.nightly_after(3)
+@pytest.mark.nightly_after(1)
 def test_dtensors(ranks: Ranks, what: str) -> None:
     """A replay needs the parts whose addresses its graph has, and overwrites no gradient that is held."""
     if what == "it is swapped" and sys.version_info >= (3, 12):

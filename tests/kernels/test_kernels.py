@@ -107,6 +107,7 @@ def _state(model):
     return [*(p.grad for p in model.parameters()), *model.buffers()]
 
 
+@pytest.mark.nightly
 def test_a_convolution_in_three_dimensions(device, step):
     model = nn.Sequential(nn.Conv3d(2, 3, 2, padding=1), nn.GELU(), nn.ConvTranspose3d(3, 2, 2)).double().to(device)
     plain = copy.deepcopy(model)

@@ -424,16 +424,16 @@ class _Recurrent(torch.nn.Module):
 @pytest.mark.parametrize(
     ("fn", "x", "advice"),
     [
+        (lambda x: x * float(np.mean(x.numpy())), torch.ones(2), "for NumPy in what is compiled, call PyTorch's func"),
+        (lambda x: OUTSIDE[x.item()] * 2, torch.tensor(1), "keep the value on the device, as a 0-dim tensor"),
+        (lambda x: x.index_add(0, torch.tensor([0]), x[:1]), torch.ones(2).requires_grad_(), "which has PyTorch's"),
         (
             _Recurrent(),
             torch.ones(3, 2),
             "for nn.LSTM, nn.GRU and nn.RNN, use thunder_cg.thunderfx with torch._dynamo.c",
         ),
-        (lambda x: x * float(np.mean(x.numpy())), torch.ones(2), "for NumPy in what is compiled, call PyTorch's func"),
-        (lambda x: OUTSIDE[x.item()] * 2, torch.tensor(1), "keep the value on the device, as a 0-dim tensor"),
-        (lambda x: x.index_add(0, torch.tensor([0]), x[:1]), torch.ones(2).requires_grad_(), "which has PyTorch's"),
     ],
-    ids=["rnn", "numpy", "index", "gradient"],
+    ids=["numpy", "index", "gradient", "rnn"],
 )
 @pytest.mark.nightly_after(3)
 def test_advice_of_what_thunder_does_not_follow(fn, x, advice):
