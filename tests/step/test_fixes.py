@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils.checkpoint import checkpoint
 
 from thunder_cg import explain
+from thunder_cg.compat.torch import Settings, names_of_settings
 from thunder_cg.step import fixes
 from thunder_cg.step.facts import Same
 
@@ -841,3 +842,11 @@ def test_one_thing_that_changes_is_said_once(run):
     (said,) = (each for each in explain(step).in_python if "kept.count" in each)
     assert explain(step).in_python[said] == 10 and " and later to others (see test_fixes.py:" in said, said
     assert said.endswith(f", in each step; {_KEEP}; {fixes._COUNTED}")
+
+
+def test_a_setting_that_pytorch_sets_itself():
+    changes = [f"{name} changed from 1 to 2" for name in names_of_settings(Settings.ALL)]
+    (said,) = filter(None, map(fixes.of_first_step, changes))
+    assert said == ", as PyTorch does at the first attention: nothing to change"
+    without_fix = [each for each in changes if not fixes.fix_of_change(each, {}, {}, in_step=True)]
+    assert len(without_fix) == 1 and "attention.sdpa_kernel" in without_fix[0]

@@ -32,6 +32,7 @@ from thunder_cg.step.calls import is_of_package, line_with_code
 from thunder_cg.step.facts import Facts, Same, difference, subject
 from thunder_cg.step.reads import is_installed
 
+_SET_BY_PYTORCH = "the priorities of torch.nn.attention.sdpa_kernel()"
 _RATE = "make the learning rate a tensor on the device, which a scheduler then writes"
 _CONSTANT = "keep it constant, as OneCycleLR does with cycle_momentum=False"
 _RANDOM = "draw with torch on the device"
@@ -97,6 +98,8 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
     Args:
         facts: of the state. They and ``roots`` name the optimizers.
     """
+    if change.startswith(_SET_BY_PYTORCH):
+        return ""
     label = subject(change).partition(" ")[0]
     named = {name: fact.value for name, fact in facts.items() if isinstance(fact, Same)} | dict(roots)
     owners = [value for name, value in named.items() if label.startswith(f"{name}.")]
@@ -140,6 +143,8 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
 
 def of_first_step(change: str) -> str:
     """What to say of a change that needs no fix."""
+    if change.startswith(_SET_BY_PYTORCH):
+        return ", as PyTorch does at the first attention: nothing to change"
     is_new = re.match(r"len\(.*\.state\) changed from 0 to ", change)
     return ", as in the first step of an optimizer: nothing to change" if is_new else ""
 
