@@ -1325,7 +1325,7 @@ def test_a_method(step_twins):
 
     x = torch.ones(2, device=step_twins.device)
     for trainer, expected in ((Trainer(2.0), 2.0), (Trainer(3.0), 3.0), (Other(2.0), 3.0)):
-        for _ in range(5):
+        for _ in range(7):  # on Python 3.12 one call more is in Python
             same(trainer.step(x), x * expected)
             same(copy.deepcopy(trainer).step(x), x * expected)
         assert trainer.step is trainer.step and trainer.step.replays >= 2, why(trainer.step)
