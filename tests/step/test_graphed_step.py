@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 import thunder
 import torch
-from support import same, same_state, sgd, usual_step
+from support import same, same_state, sgd, training_step, usual_step
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -1338,19 +1338,7 @@ def test_a_lazy_module(step_twins):
     model = nn.LazyLinear(3).to(step_twins.device)
     twin = copy.deepcopy(model)
 
-    def make(model):
-        optimizer = sgd(model.parameters())
-
-        def step(x):
-            optimizer.zero_grad()
-            loss = model(x).square().sum()
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        return step
-
-    plain, step = make(twin), step_twins.graphed(make(model))
+    plain, step = training_step(twin), step_twins.graphed(training_step(model))
     for i in range(8):
         x = step_twins.batch()[0]
         torch.manual_seed(i)

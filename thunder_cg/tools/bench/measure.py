@@ -122,24 +122,17 @@ class Contender:
             self.prepared = prepare()
             synchronize(device)
             samples.prepare = working_time() - start
-            samples.first_calls = [self._first_call() for _ in range(FIRST_CALLS)]
+            samples.first_calls = [self.call(working_time)[1] for _ in range(FIRST_CALLS)]
         samples.allocated, samples.reserved = memory.allocated, memory.reserved
         self.seconds = min(samples.first_calls[3:])
 
-    def _first_call(self) -> float:
-        """Seconds that a call has worked, until the GPU had finished it. Others may have their turns meanwhile."""
-        start = working_time()
-        self.prepared.step()
-        synchronize(self._device)
-        return working_time() - start
-
-    def call(self) -> tuple[float, float]:
+    def call(self, clock: Callable[[], float] = time.perf_counter) -> tuple[float, float]:
         """Seconds until a call returned, and until the GPU had finished it."""
-        start = time.perf_counter()
+        start = clock()
         self.prepared.step()
-        returned = time.perf_counter()
+        returned = clock()
         synchronize(self._device)
-        return returned - start, time.perf_counter() - start
+        return returned - start, clock() - start
 
     def warm_up(self) -> None:
         """Calls before a turn: after those of other variants, the first ones are slower."""
