@@ -5,18 +5,21 @@ from __future__ import annotations
 import copy
 import weakref
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import thunder
 import torch
-from models import Linear, mlp
+from models import GPT, Linear, mlp
 from support import programs
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from thunder_cg import cudagraph_transform
+from thunder_cg.analysis.segments import LEAST_SEGMENT, Segments
 from thunder_cg.runtime.arena import CallMemory
 from thunder_cg.runtime.skip_reasons import held_back
+from thunder_cg.runtime.tape import TapePool
 
 
 class Allocated(TorchDispatchMode):
@@ -67,6 +70,61 @@ def test_estimate(trains, backend, device):
     else:
         result = 4 * x.numel()  # the caller has it in the backward
         assert backward[0].without_graphs + result == pytest.approx(allocated.peak, abs=64)
+
+
+def test_the_arena_of_a_transformer(backend, device):
+    """It holds what uncaptured Thunder allocates: weights that are saved transposed are not copied to it."""
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 64, (4, 64), device=device)
+    model = GPT(layers=1, width=64, heads=2, vocab=64, block=64).to(device)
+    jfns = [thunder.jit(copy.deepcopy(model)), thunder.jit(model, transforms=[cudagraph_transform(backend=backend)])]
+    for jfn in jfns:
+        jfn(tokens).sum().backward()
+        jfn.zero_grad()
+    with Allocated() as allocated:
+        jfns[0](tokens).sum().backward()
+    backward = programs(jfns[1])[1]
+    assert backward.memory.arena == pytest.approx(allocated.peak, rel=0.03)
+
+
+def reserved(graphed: list[Any], x: torch.Tensor, calls: int) -> list[int]:
+    """The bytes that pools were to get in their first segment, while functions in a row train."""
+    found: list[int] = []
+    with patch.object(TapePool, "reserve", lambda _, nbytes: found.append(nbytes)):
+        for _ in range(calls):
+            y = x
+            for each in graphed:
+                y = each(y)
+            y.sum().backward()
+    return found
+
+
+def test_a_pool_begins_with_what_takes_the_least_memory():
+    """Before warm-up and capture, as a pool is given back in between. A backward allocates where its forward did."""
+
+    def graphed(width: int, count: int) -> list[Any]:
+        transform = cudagraph_transform(backend="tape")
+        return [thunder.jit(mlp(2, width), transforms=[transform]) for _ in range(count)]
+
+    x = torch.randn(1100, 1024)
+    (one,) = {*reserved(single := graphed(1024, 1), x, 2)}
+    forward, backward = (program.memory for program in programs(single[0]))
+    assert one == backward.first_segment >= LEAST_SEGMENT
+    assert Segments(one).play([*forward.events, *backward.events]).nbytes < forward.arena + backward.arena
+    two = reserved(graphed(1024, 2), x, 1)
+    assert two[:2] == [one, forward.first_segment]  # the second call begins while the first is in flight
+    assert {*reserved(graphed(64, 1), torch.randn(4096, 64), 2)} == {0}  # tensors of 1 MiB are small
+
+
+def test_a_backward_without_regions():
+    """A single product is not worth a graph."""
+    compiled = thunder.jit(lambda x, y: y.sin().cos() * x, transforms=[cudagraph_transform(backend="tape")])
+    x, y = torch.randn(8, requires_grad=True), torch.randn(8)
+    for _ in range(4):
+        (gradient,) = torch.autograd.grad(compiled(x, y).sum(), x)
+        assert torch.equal(gradient, y.sin().cos())
+    forward, backward = programs(compiled)
+    assert forward.regions and not backward.regions and forward.replays == 2
 
 
 def test_backwards_allocate_where_all_calls_in_flight_take_the_least():

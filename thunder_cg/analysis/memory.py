@@ -7,12 +7,13 @@ allocator loses by rounding.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.ops import Ops
 from thunder_cg.analysis.partition import PeakMemory, PlannedTrace, Region
 from thunder_cg.analysis.region_io import RegionIO
+from thunder_cg.analysis.segments import Event, first_segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +25,11 @@ class MemoryEstimate:
     regions: tuple[int, ...]  # the same for the ops of each region alone
     arena: int  # what the graphs need in the arena: the values of the regions, and the copies of their inputs
     saved: Mapping[str, int]  # new memory that stays for the backward, by name; a name for each piece of memory
-    saved_in_arena: Set[str]  # those of these names that a region makes
+    saved_in_place: Set[str]  # names that stay for the backward where they are: in the arena, in parameters and buffers
     apart: int  # of a backward: as ``arena``, if what its forward saved is in other memory, and stays there
+    events: Sequence[Event] = field(repr=False)  # what happens in the arena, in order
+    first_segment: int  # that the arena should have; of a backward in the arena of its forward
+    first_apart: int  # of a backward: that its own arena should have
 
     @classmethod
     def of(cls, trace: PlannedTrace, ios: Sequence[RegionIO], forward: MemoryEstimate | None) -> MemoryEstimate:
@@ -39,23 +43,31 @@ class MemoryEstimate:
         regions = [step for step in plan.steps if isinstance(step, Region)]
         memory = PeakMemory.of(ops, {region.device for region in regions}, aliasing)
         kept = {sets[name]: size for name, size in forward.saved.items() if name in sets} if forward else {}
-        in_arena = aliasing.sets_of(forward.saved_in_arena) if forward else set()
+        in_place = aliasing.sets_of(forward.saved_in_place) if forward else set()
+        in_place |= aliasing.sets_of(name for name in ops.args if ops.values[name].static)
         made = [{sets[each.name] for each in io.outputs if each.name in sets} for io in ios]
-        stays = {sets[each.name] for io in ios for each in io.outputs if not each.copied_out} | in_arena
+        stays = {sets[each.name] for io in ios for each in io.outputs if not each.copied_out} | in_place
         new = {name: size for allocated in memory.allocates for name, size in allocated.items()}
         saved_sets = {sets[name]: name for name in sorted(saved) if sets.get(name) in new}
         copied_in = max((_copied_in(ops, io, aliasing, stays) for io in ios), default=0)
         captured = [op for region in regions for op in region.ops]
+        # By names that the backward knows, too.
+        named = {sets[name]: name for name in forward.saved if name in sets} if forward else saved_sets
+        order = [*memory.events(captured), *((name, 0) for name in memory.returned - aliasing.sets_of(saved))]
+        events = [(named.get(name, name), nbytes) for name, nbytes in order]
         return cls(
             without_graphs=memory.peak((op for step in plan.steps for op in step.ops), kept),
             regions=tuple(memory.peak(region.ops, {}, outputs) for region, outputs in zip(regions, made)),
             arena=memory.peak(
-                captured, {name: size for name, size in kept.items() if name in in_arena}, aliasing.sets_of(saved)
+                captured, {name: size for name, size in kept.items() if name in in_place}, aliasing.sets_of(saved)
             )
             + copied_in,
             saved={name: new[memory] for memory, name in saved_sets.items()},
-            saved_in_arena={name for memory, name in saved_sets.items() if memory in stays},
+            saved_in_place={name for name in saved if sets.get(name) in stays},
             apart=memory.peak(captured, {}, frozenset()) + copied_in,
+            events=events,
+            first_segment=first_segment([*forward.events, *events] if forward else events),
+            first_apart=first_segment([*memory.events(captured, frozenset())]) if forward else 0,
         )
 
 
@@ -70,6 +82,5 @@ def parameter_gradients(forward: Ops, backward: Ops) -> int:
 
 
 def _copied_in(ops: Ops, io: RegionIO, aliasing: Aliasing, stays: Set[str]) -> int:
-    """Bytes of a region's inputs that are copied to the arena: no parameters, and nothing that is there already."""
-    inputs = [ops.values[each.name] for each in io.inputs]
-    return sum(value.nbytes for value in inputs if not value.static and aliasing.sets[value.name] not in stays)
+    """Bytes of a region's inputs that are copied to the arena: not of what stays where it is."""
+    return sum(ops.values[each.name].nbytes for each in io.inputs if aliasing.sets[each.name] not in stays)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from thunder_cg.analysis.aliasing import Aliasing
@@ -314,19 +314,24 @@ class PeakMemory:
         Args:
             start: takes the place of the attribute, and so does ``returned``.
         """
-        order, returned = [*order], self.returned if returned is None else returned
-        last = {name: position for position, op in enumerate(order) for name in self.touches[op]}
         size = dict(self.start if start is None else start)
         alive = peak = sum(size.values())
-        for position, op in enumerate(order):
-            for name, nbytes in self.allocates[op].items():
+        for name, nbytes in self.events(order, returned):
+            if nbytes:
                 size[name] = size.get(name, 0) + nbytes
                 alive += nbytes
-            peak = max(peak, alive)
-            for name in self.touches[op]:
-                if last[name] == position and name not in returned:
-                    alive -= size.pop(name, 0)
+                peak = max(peak, alive)
+            else:
+                alive -= size.pop(name, 0)
         return peak
+
+    def events(self, order: Iterable[int], returned: Set[str] | None = None) -> Iterator[tuple[str, int]]:
+        """What is allocated and freed, in this order: the alias set, and its bytes; 0 if it is freed."""
+        order, returned = [*order], self.returned if returned is None else returned
+        last = {name: position for position, op in enumerate(order) for name in self.touches[op]}
+        for position, op in enumerate(order):
+            yield from ((name, nbytes) for name, nbytes in self.allocates[op].items() if nbytes)
+            yield from ((name, 0) for name in self.touches[op] if last[name] == position and name not in returned)
 
 
 def _plan(

@@ -281,6 +281,10 @@ class Arenas:
             return None
         return self._hold_one_of(self._scratch)
 
+    def is_another_held(self, arena: Arena) -> bool:
+        """Whether other calls are in flight than the one that holds ``arena``."""
+        return any(each is not arena and each.is_held() for each in _alive(self._arenas))
+
     def are_all_held(self) -> bool:
         """Whether `hold` would find none now."""
         alive = _alive(self._arenas)

@@ -67,6 +67,9 @@ class Pool(Protocol):
     def enter(self) -> object:
         """Orders the caller's current stream after the last one that used this pool."""
 
+    def reserve(self, nbytes: int) -> None:
+        """Has a pool without memory get so much in one segment, if there is so much."""
+
     def memory(self, nbytes: int) -> torch.Tensor:
         """``nbytes`` bytes of the pool, as a flat ``uint8`` tensor that owns them."""
 

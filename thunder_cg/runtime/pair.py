@@ -45,6 +45,7 @@ class Pair:
         self.groups: list[ProcessGroup] = []  # that its programs communicate in
         self.moves = Moves()
         self.call_memory: CallMemory | None = None  # that its calls take; None without a backward
+        self.first_segment = 0  # bytes; of an arena for both programs
         # See Note [Lent gradients].
         self.lends = options.verify is None and options.memory_budget is None
         self.has_moved_gradients = False
@@ -171,6 +172,10 @@ class Pair:
         if scratch is not None and scratch not in self._used_scratch:
             self._used_scratch.append(scratch)
         return scratch
+
+    def may_use_scratch(self, arena: Arena) -> bool:
+        """Whether the backward of the call that holds ``arena`` has a scratch arena, as far as can be told."""
+        return bool(self._used_scratch) or self._arenas.is_another_held(arena)
 
     def arenas(self) -> list[Arena]:
         """Those that hold the pair's recordings, or did. Arenas are shared between pairs."""

@@ -141,6 +141,7 @@ class Program(Counts):
                 gradients = parameter_gradients(forward.ops, self.ops)
             first = forward.memory.arena
             self.pair.call_memory = CallMemory(first, max(first, needed), self.memory.apart, gradients)
+        self.pair.first_segment = self.memory.first_segment
         self.budget = ProgramBudget(shared.arenas, self.pair, self.regions, needed)
         self._place_regions(in_pool)
         self.collectives = self._find_collectives()
@@ -339,6 +340,7 @@ class Program(Counts):
             return call.run_eagerly(reason, strict=False)
         if call.recording is None:
             call.key = self.inputs.key(inputs)
+            self._reserve(call)
             return call.switch_to(Mode.WARMUP)
         return self._capture_backward(call, call.recording, inputs)
 
@@ -366,6 +368,7 @@ class Program(Counts):
             if self._saved:
                 self.pair.note_parameters(inputs)
         if call.key not in self._warm:
+            self._reserve(call)
             return call.switch_to(Mode.WARMUP)
         assert call.arena is not None
         if call.recording is None:
@@ -376,6 +379,7 @@ class Program(Counts):
             self._count_moves(call.recording.backwards, inputs)
             if self.pair.has_moved_gradients:
                 self.remark = self.remark or _HELD
+        self._reserve(call)
         recording = call.recording
         static = [
             i
@@ -387,6 +391,19 @@ class Program(Counts):
         call.verifies = self.options.verify is not None
         self._schedule_verification()
         return call.switch_to(Mode.CAPTURE)
+
+    def _reserve(self, call: Call) -> None:
+        """Before a warm-up or a capture: has an empty arena begin as Note [First segment] in segments.py says."""
+        memory, devices = call.memory, {region.device for region in self.regions}
+        if len(devices) != 1:
+            return
+        if memory is call.scratch:
+            nbytes = self.memory.first_apart
+        elif self.pair.may_use_scratch(memory):
+            nbytes = self.memory.first_segment if self._begins_calls else 0
+        else:
+            nbytes = self.pair.first_segment
+        memory.pool(devices.pop()).reserve(nbytes)
 
     def _note_change(self, call: Call, inputs: list[torch.Tensor]) -> None:
         """Finds because of what the call replays nothing. See Note [Why nothing replays]."""

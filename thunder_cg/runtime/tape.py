@@ -435,6 +435,9 @@ class TapePool:
     def enter(self) -> None:
         """There are no streams on a CPU."""
 
+    def reserve(self, nbytes: int) -> None:
+        """The system's allocator needs no help."""
+
     def memory(self, nbytes: int) -> torch.Tensor:
         made = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         self._given.discard(compat.storage_id(made))  # of a storage that has gone

@@ -101,8 +101,7 @@ class GradientsBefore:
         for gradient, _ in gradients:
             gradient.data = gradient.new_empty(0)
         self._backend.give_back()
-        with suppress(torch.OutOfMemoryError):
-            pool.memory(needs)  # in one piece, which all that follows splits, and which is whole again without it
+        pool.reserve(needs)
         while gradients:
             gradient, host = gradients.pop()
             try:

@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from thunder_cg.analysis.segments import LEAST_SEGMENT
 from thunder_cg.compat import cuda
 from thunder_cg.compat.torch import deterministic_fill, keep_with_storage
 from thunder_cg.runtime.backend import CopiedOut, Function, Tensors
@@ -106,6 +107,12 @@ class CudaPool:
                     yield current
                 finally:
                     current.wait_stream(self._capture_stream.stream)
+
+    def reserve(self, nbytes: int) -> None:
+        if nbytes and self.nbytes() < LEAST_SEGMENT:
+            with suppress(RuntimeError):  # while a user captures on another thread, or too little memory
+                torch.cuda.empty_cache()  # see Note [Memory for a pool]
+                self._allocate(nbytes)
 
     def memory(self, nbytes: int) -> torch.Tensor:
         try:
