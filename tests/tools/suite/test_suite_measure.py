@@ -15,7 +15,7 @@ from support import run_what_inductor_gets
 
 from thunder_cg import cudagraph_transform
 from thunder_cg.tools.suite import measure, models
-from thunder_cg.tools.suite.row import (
+from thunder_cg.tools.suite.results import (
     BREAK,
     DECODE,
     EAGER,
