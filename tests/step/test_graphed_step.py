@@ -925,16 +925,9 @@ def test_hooks_run(step_twins, kind, late):
             fn.optimizer.register_step_post_hook(note)
 
     def make(model):
-        optimizer, loss_function = sgd(model.parameters()), nn.CrossEntropyLoss()
-
-        def step(x, y):
-            optimizer.zero_grad()
-            loss = loss_function(model(x), y)
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        step.optimizer, step.loss = optimizer, loss_function
+        loss_of = nn.CrossEntropyLoss()
+        step = usual_step(model, loss_of=loss_of)
+        step.loss = loss_of
         if not late:
             register(model, step)
         return step
