@@ -93,6 +93,7 @@ def usual_step(
     make: Optimizer = sgd,
     after: Callable[[], object] = lambda: None,
     compiled: Callable[..., Any] | None = None,
+    loss_of: Callable[..., torch.Tensor] = torch.nn.functional.cross_entropy,
 ) -> Any:
     """The step that most people write, for `graphed_step`: it classifies, and clips the norm of the gradient.
 
@@ -100,13 +101,14 @@ def usual_step(
         make: makes the optimizer, which is an attribute of the step.
         after: is called at the end of each step.
         compiled: is called instead of ``model``.
+        loss_of: makes the loss of what the model returns, and the classes.
     """
     optimizer = make(model.parameters())
     compiled = model if compiled is None else compiled
 
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(compiled(x), y)
+        loss = loss_of(compiled(x), y)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -135,6 +135,26 @@ class MLP(nn.Module):
         return self.second(self.drop(torch.relu(self.norm(self.first(x)))))
 
 
+def plain_of(model, number=0, compiled={}):  # noqa: B006
+    """An `MLP` without graphs. All tests share it, so that Thunder compiles it once, and each gives it its weights."""
+    key = repr(model), next(model.parameters()).device, number
+    module, jmodel = compiled.get(key) or compiled.setdefault(key, (own := copy.deepcopy(model), thunder.jit(own)))
+    for mine, its in zip(module.parameters(), model.parameters()):
+        mine.data, mine.grad = its.detach().clone(), None
+        mine.requires_grad_(its.requires_grad)
+    return jmodel.train(model.training)
+
+
+@pytest.fixture
+def twins(twins, transform, device):
+    def make(fn, jit=None, **options):
+        if not isinstance(fn, MLP):
+            return twins(fn, jit, **options)
+        return plain_of(fn.to(device)), thunder.jit(fn, transforms=[transform(**options)])
+
+    return make
+
+
 def work(x):
     """Several kernels, so that there is something to capture."""
     return torch.tanh(x * 2 + 1) * torch.cos(x)
@@ -1365,7 +1385,7 @@ def test_an_arena_for_each_function(transform, device):
     """As the many parts that thunderfx makes of a model: all their forwards are in flight before the first backward."""
     shared = transform(max_arenas=1)
     models = [MLP().to(device) for _ in range(4)]
-    plain = [thunder.jit(copy.deepcopy(model)) for model in models]
+    plain = [plain_of(model, number) for number, model in enumerate(models)]
     graphed = [thunder.jit(model, transforms=[shared]) for model in models]
     for _ in range(4):
         x = torch.randn(4, 8, device=device)
@@ -1383,7 +1403,7 @@ def test_backwards_that_share_memory(transform, device, monkeypatch, is_apart):
     monkeypatch.setattr(CallMemory, "belongs_apart", lambda *_: is_apart)
     shared = transform()
     models = [MLP().to(device) for _ in range(3)]
-    plain = [thunder.jit(copy.deepcopy(model)) for model in models]
+    plain = [plain_of(model, number) for number, model in enumerate(models)]
     graphed = [thunder.jit(model, transforms=[shared]) for model in models]
 
     def in_order(some, x):
@@ -1424,7 +1444,7 @@ def test_backwards_on_several_threads(transform, device):
     """One thread's backward finds the other's in the memory that it was captured in, and runs eagerly."""
     shared = transform()
     models = [MLP().to(device) for _ in range(4)]
-    plain = [thunder.jit(copy.deepcopy(model)) for model in models]
+    plain = [plain_of(model, number) for number, model in enumerate(models)]
     graphed = [thunder.jit(model, transforms=[shared]) for model in models]
     errors = []
 

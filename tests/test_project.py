@@ -7,8 +7,8 @@ import os
 import re
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -130,14 +130,12 @@ def test_package_is_typed() -> None:
     assert (PACKAGE / "py.typed").read_bytes() == b""
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
-def test_imports_go_one_way(path: Path) -> None:
-    part = part_of(path)
-    assert part in RANK, f"{part!r} has no place in LAYERS; give it one"
-    upward = {f"line {line}: {name}" for line, name in imports(path) if RANK[name] > RANK[part]}
-    assert not upward, (
-        f"{path.name} is in {part!r}, which may import only {sorted(RANK, key=RANK.get)[: RANK[part] + 1]}"
-    )
+def test_imports_go_one_way() -> None:
+    """No file imports a part that stands after its own in `LAYERS`, where each part has a place."""
+    assert {part_of(path) for path in SOURCES} == RANK.keys()
+    assert [
+        f"{path}:{line}: {name}" for path in SOURCES for line, name in imports(path) if RANK[name] > RANK[part_of(path)]
+    ] == []
 
 
 def test_direction_check_sees_an_import_inside_a_function(tmp_path: Path) -> None:
@@ -157,10 +155,7 @@ def test_few_modules_know_the_internals_of_thunder() -> None:
 
 
 def test_the_core_imports_no_tool() -> None:
-    """`__main__` may, but only in the function of a command, so that the other commands do not need the tool."""
-    for path in SOURCES:
-        if part_of(path) not in ("tools", "__main__"):
-            assert "tools" not in {name for _, name in imports(path)}, path
+    """By `LAYERS`. `__main__` may, in the function of a command, so that the other commands do not need the tool."""
     body = ast.parse((PACKAGE / "__main__.py").read_text(encoding="utf-8")).body
     top = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
     assert not [node.lineno for node in top if "thunder_cg" in ast.unparse(node)]
@@ -173,22 +168,12 @@ def test_wheel_has_what_users_run_and_no_more(project: dict[str, Any]) -> None:
     assert "thunder_cg" in project["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
-def test_what_is_in_the_wheel_needs_nothing_that_is_not(path: Path) -> None:
+def test_what_is_in_the_wheel_needs_nothing_that_is_not() -> None:
     absent = tuple(f"thunder_cg.tools.{name}." for name in DEVELOPER_TOOLS if name != "results")
-    if path.relative_to(PACKAGE).parts[:2] not in {("tools", name) for name in DEVELOPER_TOOLS}:
-        assert not [f"line {line}: {name}" for line, name in imported(path) if f"{name}.".startswith(absent)]
-
-
-def test_tools_have_no_class_name_twice() -> None:
-    names = [
-        node.name
-        for path in SOURCES
-        if part_of(path) == "tools"
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ClassDef)
+    wheel = [
+        p for p in SOURCES if p.relative_to(PACKAGE).parts[:2] not in {("tools", name) for name in DEVELOPER_TOOLS}
     ]
-    assert [name for name, count in Counter(names).items() if count > 1] == []
+    assert [f"{path}:{line}: {n}" for path in wheel for line, n in imported(path) if f"{n}.".startswith(absent)] == []
 
 
 def part_of(path: Path) -> str:
@@ -204,14 +189,17 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
             yield line, rest[0] if rest and rest[0] in RANK else "__init__"
 
 
-def imported(path: Path) -> Iterator[tuple[int, str]]:
+@cache
+def imported(path: Path) -> list[tuple[int, str]]:
     """Line and full name of all that a file imports: "thunder_cg.errors.CaptureError", "torch"."""
+    found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: relative import; name the module in full"
-            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
         elif isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            found += [(node.lineno, alias.name) for alias in node.names]
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------- README, CI, tools

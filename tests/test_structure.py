@@ -7,7 +7,8 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,14 @@ EXCEPTIONS = {
 }
 
 
+@cache
 def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return [*ast.walk(tree(path))]
 
 
 def name_of(path: Path) -> str:
@@ -45,7 +52,7 @@ def own_private_names() -> set[str]:
     """Names with an underscore that the package itself defines: functions, classes, attributes, parameters."""
     names: set[str] = set()
     for path in SOURCES:
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 names.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -55,8 +62,8 @@ def own_private_names() -> set[str]:
     return set(filter(is_private, names))
 
 
-def foreign_private_names(module: ast.Module, own: set[str]) -> Iterator[str]:
-    for node in ast.walk(module):
+def foreign_private_names(nodes: Iterable[ast.AST], own: set[str]) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -81,7 +88,7 @@ def test_only_compat_touches_private_names_of_other_packages() -> None:
     for path in SOURCES:
         if path.relative_to(PACKAGE).parts[0] != "compat":
             allowed = EXCEPTIONS.get(name_of(path), set())
-            names = [n for n in foreign_private_names(tree(path), own) if n.rsplit(".", 1)[-1] not in allowed]
+            names = [n for n in foreign_private_names(nodes(path), own) if n.rsplit(".", 1)[-1] not in allowed]
             if names:
                 found[name_of(path)] = names
     assert found == {}, "give each a function or a type in thunder_cg/compat"
@@ -101,21 +108,20 @@ def test_only_compat_touches_private_names_of_other_packages() -> None:
     ],
 )
 def test_the_check_of_private_names_sees(source: str, found: int) -> None:
-    assert len(list(foreign_private_names(ast.parse(source), {"_mine"}))) == found
+    assert len(list(foreign_private_names(ast.walk(ast.parse(source)), {"_mine"}))) == found
 
 
 def imports_of(path: Path) -> set[str]:
     """The files of the package that a file imports where it runs; imports for annotations alone do not count."""
-    module = tree(path)
     annotations = {
         id(child)
-        for node in ast.walk(module)
+        for node in nodes(path)
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
         for child in ast.walk(node)
     }
-    known = {dotted(each): name_of(each) for each in SOURCES}
+    known = files_by_module()
     found: set[str] = set()
-    for node in ast.walk(module):
+    for node in nodes(path):
         if isinstance(node, ast.ImportFrom) and id(node) not in annotations:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             found |= {known[n] if n in known else known.get(str(node.module), "") for n in names}
@@ -124,8 +130,10 @@ def imports_of(path: Path) -> set[str]:
     return found - {"", name_of(path)}
 
 
-def dotted(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+@cache
+def files_by_module() -> dict[str, str]:
+    parts = {path: path.relative_to(ROOT).with_suffix("").parts for path in SOURCES}
+    return {".".join(each).removesuffix(".__init__"): name_of(path) for path, each in parts.items()}
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
@@ -148,7 +156,7 @@ def test_a_function_longer_than_a_screen_says_why() -> None:
     found = [
         f"{name_of(path)}:{node.name}"
         for path in SOURCES
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.FunctionDef)
         and (node.end_lineno or 0) - node.lineno + 1 > SCREEN
         and "longer than a screen" not in (ast.get_docstring(node) or "")
@@ -165,7 +173,7 @@ def is_mostly_docstring(node: ast.FunctionDef) -> bool:
 def test_no_class_name_means_two_things() -> None:
     places = defaultdict(list)
     for path in SOURCES:
-        for node in tree(path).body:
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(name_of(path))
     # The protocol in the run time, and what implements it, are one thing.

@@ -7,6 +7,7 @@ import gc
 import pytest
 import thunder
 import torch
+from support import training_step
 from torch import nn
 
 from thunder_cg import cudagraph_transform, explain, graphed_step
@@ -161,15 +162,7 @@ def test_memory_that_calls_in_python_have_cached():
     """It goes back to the device before the capture: beside the step's pool there is only what the step names."""
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(1024, 1024), nn.GELU()))).cuda()
     x = torch.randn(16384, 1024, device="cuda")  # 64 MiB, as each activation
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def fn(x):
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
+    fn = training_step(model)
     torch.cuda.empty_cache()
     before, step = torch.cuda.memory_reserved(), graphed_step(fn)
     for _ in range(6):

@@ -67,6 +67,23 @@ class Twins:
         same(states[0], states[1])
         return steps[1]
 
+    def both(self, run: Callable[..., Any]) -> Any:
+        """Runs something without graphs and with them, from one seed, and compares what it finds.
+
+        Args:
+            run: takes what makes a step of a function. It returns what it finds, and the step, or the steps.
+
+        Returns:
+            the step or the steps of the second run.
+        """
+        results = []
+        for graphed in (lambda fn: fn, self.graphed):
+            torch.manual_seed(1)
+            results.append(run(graphed))
+        (expected, _), (found, step) = results
+        same(found, expected)
+        return step
+
 
 def detached(result: Any) -> Any:
     return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), result)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 
 import pytest
 import torch
-from support import same
+from support import same, usual_step
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
@@ -359,16 +359,7 @@ def test_what_the_package_looks_up_itself_is_not_the_steps(step_twins):
 
     def make(model):
         modules = [Scale(), Scale()]
-        optimizer = SGD(model.parameters(), 0.1)
-
-        def step(x, y):
-            optimizer.zero_grad()
-            loss = cross_entropy(functools.reduce(lambda x, module: module(x), modules, model(x)), y)
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        return step
+        return usual_step(model, compiled=lambda x: functools.reduce(lambda x, module: module(x), modules, model(x)))
 
     step = step_twins.train(make, 5)
     assert not any("attribute" in reason for reason in step.in_python), step.in_python

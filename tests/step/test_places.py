@@ -181,7 +181,7 @@ def train(step_twins, make, graphed, between=lambda i, model: None, calls=9):
         return loss
 
     torch.manual_seed(1)
-    step, found = step_twins.graphed(fn) if graphed else fn, []
+    step, found = graphed(fn), []
     for i in range(calls):
         loss = step(*step_twins.batch())
         found.append(tree_map_only(torch.Tensor, torch.Tensor.detach, [loss, kept(), [*model.parameters()]]))
@@ -192,16 +192,12 @@ def train(step_twins, make, graphed, between=lambda i, model: None, calls=9):
 @pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
 @pytest.mark.nightly_after(4)
 def test_tensors_that_a_step_keeps(step_twins, make):
-    expected, _ = train(step_twins, make, graphed=False)
-    found, step = train(step_twins, make, graphed=True)
-    same(found[1:], expected[1:])
+    step = step_twins.both(partial(train, step_twins, make))
     assert step.replays >= 4, step.in_python
 
 
-def is_captured_anew_once(run):
-    expected, _ = run(False)
-    found, step = run(True)
-    same(found, expected)
+def is_captured_anew_once(step_twins, run):
+    step = step_twins.both(run)
     assert step.replays >= 7 and step.captures == 2, step.in_python
 
 
@@ -226,7 +222,7 @@ def test_the_user_may_change_what_is_carried(step_twins):
 
         return train(step_twins, make, graphed, between, calls=16)
 
-    is_captured_anew_once(run)
+    is_captured_anew_once(step_twins, run)
 
 
 def train_with(step_twins, make, between, calls, graphed):
@@ -261,7 +257,7 @@ def test_lists_that_grow(step_twins):
         elif i in (6, 8):
             keeper.before = [] if i == 6 else losses
 
-    is_captured_anew_once(partial(train_with, step_twins, appended, between, 12))
+    is_captured_anew_once(step_twins, partial(train_with, step_twins, appended, between, 12))
 
 
 class Counted(nn.Module):
@@ -349,12 +345,9 @@ def test_numbers_that_grow(step_twins):
     def run(graphed):
         global STEPS
         STEPS = 0
-        found, step = train_with(step_twins, numbers, between, 12, graphed)
-        return found, step
+        return train_with(step_twins, numbers, between, 12, graphed)
 
-    expected, _ = run(False)
-    found, step = run(True)
-    same(found, expected)
+    step = step_twins.both(run)
     assert step.replays >= 6, step.in_python
 
 
@@ -387,7 +380,7 @@ def test_histories_that_grow(step_twins):
         elif i == 8:
             keeper.before["a.b"] = logs["loss"]
 
-    is_captured_anew_once(partial(train_with, step_twins, histories, between, 14))
+    is_captured_anew_once(step_twins, partial(train_with, step_twins, histories, between, 14))
 
 
 def appends_a_history(model):
@@ -652,9 +645,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("make", REFUSED, ids=lambda make: make.__name__)
 def test_what_is_not_carried(step_twins, make):
-    expected, _ = train(step_twins, make, graphed=False, calls=11)
-    found, step = train(step_twins, make, graphed=True, calls=11)
-    same(found, expected)
+    step = step_twins.both(partial(train, step_twins, make, calls=11))
     said = REFUSED[make].format(line=make.__code__.co_firstlineno + 2)
     if make is appends_a_history and step_twins.backend == "cuda":  # where the backward joins the streams of the others
         said = "a tensor with a history from before the step is still held"
@@ -682,8 +673,7 @@ def test_one_tensor_stays_one(step_twins):
             last.append(kept)
             return kept, kept, x, kept.view(1), loss, loss
 
-        step = step_twins.graphed(step) if graphed else step
-        torch.manual_seed(1)
+        step = graphed(step)
         found = []
         for _ in range(9):
             (x, y), before = step_twins.batch(), shifts
@@ -695,9 +685,7 @@ def test_one_tensor_stays_one(step_twins):
             found += [each.detach().clone() for each in (*results, *shifts, *losses)]
         return found, step
 
-    expected, _ = run(False)
-    found, step = run(True)
-    same(found, expected)
+    step = step_twins.both(run)
     assert step.replays >= 5, step.in_python
 
 
@@ -730,13 +718,10 @@ def test_an_argument_that_is_carried(step_twins):
             keeper.last = y.detach()
             return keeper.last
 
-        step = step_twins.graphed(step) if graphed else step
-        torch.manual_seed(1)
+        step = graphed(step)
         keeper.last = step_twins.batch()[0]
         found = [step(keeper.last if i % 4 == 3 else step_twins.batch()[0]).clone() for i in range(12)]
         return [*found, *layer.parameters()], step
 
-    expected, _ = run(False)
-    found, step = run(True)
-    same(found, expected)
+    step = step_twins.both(run)
     assert step.replays >= 5 and "an argument shares memory with" in str([*step.in_python]), step.in_python

@@ -89,12 +89,15 @@ def plan(
     except Exception as error:
         counts = _failure(error, source)
     report = explain(jitted)
-    stood = f": {stand_in} tensors stand for CUDA ones{_ALIKE * (stand_in == 'cpu')}" if stand_in is not None else ""
-    parts = {part.name: getattr(report, part.name) for part in fields(Report)} | counts
-    return PlanReport(**{**parts, "note": f"Planned, not run{stood}."})
+    parts = {part.name: getattr(report, part.name) for part in fields(Report)}
+    return PlanReport(**{**parts, **counts, "note": _note(stand_in)})
 
 
-_ALIKE = "; with meta tensors, a plan also shows what is on the CPU"
+def _note(stand_in: str | None) -> str:
+    if stand_in is None:
+        return "Planned, not run."
+    more = "; with meta tensors, a plan also shows what is on the CPU" if stand_in == "cpu" else ""
+    return f"Planned, not run: {stand_in} tensors stand for CUDA ones{more}."
 
 
 def _failure(error: Exception, source: Any) -> dict[str, Any]:

@@ -142,7 +142,6 @@ class _Clock:
             )
 
     def count(self, before: _Issued | None) -> None:
-        """Counts a call."""
         self.calls, self.before = self.next_call[-1], before
         if self.calls % _PERIOD == 0 and not self.place and self.is_alive:
             with suppress(RuntimeError):  # a store that is gone

@@ -491,7 +491,6 @@ class Program(Counts):
         return SavedState.of(call, others)
 
     def end_call(self, call: Call) -> None:
-        """Ends a call."""
         self._end_trace(call)
         if not self._begins_calls:
             self.backend.order_gradients()

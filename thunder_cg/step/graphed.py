@@ -638,20 +638,17 @@ def graphed_step(
     step on all ranks alike.
 
     Args:
-        fn: takes tensors on one device, in any nesting, and returns tensors, in any nesting. It finds what it needs
-            besides as globals, variables of closures, or attributes of what it is bound to. As a decorator of a method,
-            it makes a step for each object.
-        modules: that it uses without naming them.
-        optimizers: that it uses without naming them.
+        fn: takes and returns tensors on one device, in any nesting. It finds what it needs besides as globals,
+            variables of closures, or attributes of what it is bound to. A decorated method has a step for each object.
+        modules, optimizers: that it uses without naming them.
         backend: as for :func:`thunder_cg.cudagraph_transform`.
         max_recordings: graphs kept, one for each layout of the batch and each state, such as a learning rate that is a
-            number; the one that was not used for longest goes first.
-        memory_budget: how much memory the pool of all graphs of the step may have: bytes, or a share of the device as a
-            float in (0, 1]. The gradients that stay after a call are part of it. Before a capture it is compared with
-            what the step needs at least, as a call in Python has shown: the gradients, the copy of the batch, and, if
-            PyTorch's peak of allocated memory has risen in that call, what it has allocated. After the capture it is
-            compared with the pool. The graph with the fewest replays per byte goes first. A step that does not fit runs
-            in Python, and :func:`thunder_cg.explain` has the reason with both values.
+            number; the least recently used goes first.
+        memory_budget: how much memory the pool of all graphs of the step may have, gradients that stay after a call
+            included: bytes, or a share of the device as a float in (0, 1]. Before a capture it is compared with what
+            the step needs at least: gradients, the copy of the batch, and what a call in Python has allocated, if it
+            raised PyTorch's peak. After the capture it is compared with the pool. The graph with the fewest replays per
+            byte goes first. If a step does not fit, it runs in Python, and :func:`thunder_cg.explain` has both values.
 
     Returns:
         The step. Its results are new tensors without a history, in new lists and dictionaries.

@@ -61,7 +61,6 @@ class DemoSettings:
 
     @property
     def backend(self) -> str:
-        """The backend for this device."""
         return backend_of(self.device)
 
 

@@ -71,7 +71,10 @@ def main(argv: Sequence[str]) -> int:
         inside = "where it is a variable of a function, such as main(), have that print thunder_cg.explain(jmodel)"
         print(f"{file}: {problem}; {fix}; {inside}", file=sys.stderr)
         return _status(raised[0]) if raised else 1
-    _print(reports)
+    for label, report in reports.items():
+        print(f"{label}:")
+        report.show()
+        print()
     _write(reports, file.name, arguments.html, arguments.json)
     if raised:
         return _status(raised[0])
@@ -310,13 +313,6 @@ def _not_in_graphs(report: Report, steps_are_captured: bool) -> Iterator[str]:
         ran = f"which ran {count(calls, 'time')}{' each' * bool(others)}" if calls else "which never ran"
         graph = f"{count(regions, 'region')}{' each' * bool(others)} without a graph ({name})"
         yield f"the {kind} of {function}, {which}, {ran}: {graph}"
-
-
-def _print(reports: Mapping[str, Report | StepReport]) -> None:
-    for label, report in reports.items():
-        print(f"{label}:")
-        report.show()
-        print()
 
 
 def _write(

@@ -13,6 +13,7 @@ import torch
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.runtime.backend import Backend, Pool
+from thunder_cg.runtime.failures import sentence
 from thunder_cg.runtime.inputs import MakeBuffers
 from thunder_cg.runtime.recording import RegionGraph
 from thunder_cg.runtime.region import RuntimeRegion
@@ -89,7 +90,7 @@ class ReplayVerifier:
             try:
                 trial = Trial(region, graph, args, self._backend, may_draw=may_draw)
             except Exception as error:  # mostly out of memory, which must not cost the call
-                return Outcome(graph.replay(args), remark=f"not verified: {_first_line(error)}", compared=False)
+                return Outcome(graph.replay(args), remark=f"not verified: {sentence(error)}", compared=False)
             try:
                 return self._compare(trial)
             except Disturbed as error:
@@ -103,10 +104,10 @@ class ReplayVerifier:
         except Disturbed:
             raise
         except torch.OutOfMemoryError as error:
-            return Outcome(trial.replay().results, remark=f"not verified: {_first_line(error)}", compared=False)
+            return Outcome(trial.replay().results, remark=f"not verified: {sentence(error)}", compared=False)
         except Exception as error:
             trial.rewind()
-            return Outcome(None, Disagreement(None, f"its ops raise {_first_line(error)}, which a graph does not"))
+            return Outcome(None, Disagreement(None, f"its ops raise {sentence(error)}, which a graph does not"))
         if silently := trial.written_without_saying():
             replayed = trial.without_running()
             trial.adopt(eager, replayed, has_run=False, wholly=True)
@@ -132,7 +133,7 @@ class ReplayVerifier:
         except Disturbed:
             raise
         except Exception as error:
-            failed = f"{differing[0]} differs, and to find out how failed: {_first_line(error)}"
+            failed = f"{differing[0]} differs, and to find out how failed: {sentence(error)}"
             return Disagreement(None, failed), None
 
     def _judge(self, trial: Trial, eager: Run, replayed: Run, differing: list[Compared]) -> Judgement:
@@ -201,8 +202,3 @@ class ReplayVerifier:
 
 def _memory_of(source: str | None) -> str:
     return f"memory of input {source!r}" if source else "memory of its own"
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from suite_models import measured
 
-from thunder_cg.tools.suite.row import SuiteRow
+from thunder_cg.tools.suite.results import SuiteRow
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from thunder_cg.tools.suite.row import EAGER, FORWARD, FX, INDUCTOR, JIT, TRAINING, NotCaptured, SuiteRow
+from thunder_cg.tools.suite.results import EAGER, FORWARD, FX, INDUCTOR, JIT, TRAINING, NotCaptured, SuiteRow
 
 SAMPLE = [
     SuiteRow("A", "p", FORWARD, JIT, "", 100, 100, 1, 1, 1, [], "yes", 2000.0, 500.0),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from thunder_cg.tools.suite.measure import measure
 from thunder_cg.tools.suite.models import ModelInputs, SuiteModel
-from thunder_cg.tools.suite.row import FORWARD, SuiteRow
+from thunder_cg.tools.suite.results import FORWARD, SuiteRow
 
 
 class Net(nn.Module):

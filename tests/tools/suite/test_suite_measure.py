@@ -15,7 +15,7 @@ from support import run_what_inductor_gets
 
 from thunder_cg import cudagraph_transform
 from thunder_cg.tools.suite import measure, models
-from thunder_cg.tools.suite.row import (
+from thunder_cg.tools.suite.results import (
     BREAK,
     DECODE,
     EAGER,
@@ -167,21 +167,11 @@ def test_batches_are_fresh_and_the_same_for_both_sides() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "BERT base",
-        "ViT B/16, torchvision",
-        "EfficientNet B0",
-        *(
-            pytest.param(name, marks=pytest.mark.nightly)
-            for name in (
-                "GPT-2",
-                "Mixtral 8x7B, 1 layer",
-                "DeepSeek V3, 2 layers, 16 experts",
-                "Gemma 3 1B, 6 layers",
-                "Whisper tiny",
-            )
-        ),
+        *("BERT base", "ViT B/16, torchvision", "EfficientNet B0", "GPT-2", "Mixtral 8x7B, 1 layer"),
+        *("DeepSeek V3, 2 layers, 16 experts", "Gemma 3 1B, 6 layers", "Whisper tiny"),
     ],
 )
+@pytest.mark.nightly_after(6)
 def test_models_of_other_packages(name: str, mode: str) -> None:
     model = models.MODELS[name]
     pytest.importorskip(model.package)
@@ -196,20 +186,11 @@ def test_models_of_other_packages(name: str, mode: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "Llama 3.2 1B, 4 layers",
-        "pythia-160m",
-        *(
-            pytest.param(name, marks=pytest.mark.nightly)
-            for name in (
-                "Qwen3 0.6B, 4 layers",
-                "GPT-2",
-                "Gemma 3 1B, 6 layers",
-                "OLMoE 1B-7B, 2 layers",
-                "Mixtral 8x7B, 1 layer",
-            )
-        ),
+        *("Llama 3.2 1B, 4 layers", "pythia-160m", "Qwen3 0.6B, 4 layers", "GPT-2", "Gemma 3 1B, 6 layers"),
+        *("OLMoE 1B-7B, 2 layers", "Mixtral 8x7B, 1 layer"),
     ],
 )
+@pytest.mark.nightly_after(2)
 def test_a_decoded_token(name: str) -> None:
     model = models.MODELS[name]
     pytest.importorskip(model.package)

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from thunder_cg.tools.suite import models
-from thunder_cg.tools.suite.results import PACKAGES
-from thunder_cg.tools.suite.row import DECODE, FORWARD, TRAINING
+from thunder_cg.tools.suite.results import DECODE, FORWARD, PACKAGES, TRAINING
 
 ROOT = Path(__file__).parents[3]
 

@@ -9,8 +9,7 @@ import torch
 from samples import SAMPLE
 
 from thunder_cg.tools.results import environment
-from thunder_cg.tools.suite.results import PACKAGES, SuiteResults
-from thunder_cg.tools.suite.row import MODES
+from thunder_cg.tools.suite.results import MODES, PACKAGES, SuiteResults
 
 CPU = torch.device("cpu")
 

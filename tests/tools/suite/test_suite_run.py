@@ -12,8 +12,7 @@ from samples import ENVIRONMENT, SAMPLE
 from thunder_cg.tools.results import FOLDER
 from thunder_cg.tools.suite import run as suite_run
 from thunder_cg.tools.suite.__main__ import main
-from thunder_cg.tools.suite.results import SuiteResults
-from thunder_cg.tools.suite.row import FORWARD, TRAINING, SuiteRow
+from thunder_cg.tools.suite.results import FORWARD, TRAINING, SuiteResults, SuiteRow
 from thunder_cg.tools.suite.run import SuiteSettings, SuiteTask, measure_all, run
 from thunder_cg.tools.suite.table import BEGIN, END, markdown
 

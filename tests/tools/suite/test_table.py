@@ -6,8 +6,7 @@ from samples import ENVIRONMENT, SAMPLE
 
 from thunder_cg.tools.results import FOLDER
 from thunder_cg.tools.suite import models
-from thunder_cg.tools.suite.results import SuiteResults
-from thunder_cg.tools.suite.row import FORWARD, JIT, MODES, TRAINING, SuiteRow
+from thunder_cg.tools.suite.results import FORWARD, JIT, MODES, TRAINING, SuiteResults, SuiteRow
 from thunder_cg.tools.suite.table import line, markdown, rewrite
 
 

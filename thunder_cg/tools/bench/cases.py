@@ -242,7 +242,6 @@ def numbers(below: int, *shape: int, seed: int = 0) -> Tensor:
 
 
 def tokens_and_targets(vocabulary: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets."""
     return numbers(vocabulary, rows, length), numbers(vocabulary, rows, length, seed=1)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -14,7 +14,7 @@ from thunder_cg.analysis import rules
 from thunder_cg.analysis.rules import Key
 from thunder_cg.tools.measuring import free_memory, synchronize
 from thunder_cg.tools.operators.cases import cases
-from thunder_cg.tools.operators.samples import OperatorCase, SampledCall, calls, symbol_of
+from thunder_cg.tools.operators.samples import DRAWS, OperatorCase, SampledCall, calls, symbol_of
 from thunder_cg.tools.operators.trial import CaptureTrial, NotTraced, attempt, capture_alone
 
 SHOWN = 3  # failures after which a symbol is not captured by force any more
@@ -81,9 +81,6 @@ class OperatorRecord:
         else:
             self.crash = failure
         self.forcing = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> OperatorRecord:
@@ -189,7 +186,7 @@ class _CaseMeasurement:
         if error.draw == 0:
             self.not_traced(number, call, error)
             return None
-        batch[0] = (number, call.with_one_draw())
+        batch[0] = (number, replace(call, draws=call.draws[:1] * DRAWS))
         try:
             trial = self.attempt(batch)
         except NotTraced as again:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -69,7 +69,7 @@ def run(settings: OperatorSettings) -> int:
     journal = Journal(parts, results.environment)
     records = [OperatorRecord.from_dict(content) for content in journal.records()]
     for record in _measured(settings, chosen, records):
-        journal.add(record.to_dict())
+        journal.add(asdict(record))
         records.append(record)
     for record in sorted(records, key=lambda r: r.task):
         results.add(record)

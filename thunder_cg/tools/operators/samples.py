@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
@@ -66,9 +66,6 @@ class SampledCall:
     def is_stale(self) -> bool:
         """Whether all sets of values are equal: there are no elements, or no other values that the operator takes."""
         return all(_equal(self.draws[0], draw) for draw in self.draws[1:])
-
-    def with_one_draw(self) -> SampledCall:
-        return replace(self, draws=self.draws[:1] * DRAWS)
 
     def arguments(self, tensors: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, with `tensors` in place of the sample's tensors."""

@@ -23,6 +23,7 @@ from thunder_cg.runtime.backends import resolve
 from thunder_cg.runtime.program import Program
 from thunder_cg.tools.measuring import deterministic_algorithms
 from thunder_cg.tools.operators.samples import DRAWS, SampledCall, twins
+from thunder_cg.tools.workers import failure_text
 from thunder_cg.transform import cudagraph_transform
 from thunder_cg.verify.compare import bits
 
@@ -82,14 +83,14 @@ def attempt(
             for draw in range(DRAWS):
                 expected.append(_run(plain, calls, keep_alive, draw, grad))
         except Exception as error:
-            raise NotTraced(_first_line(error), len(expected)) from None
+            raise NotTraced(failure_text(error), len(expected)) from None
         transform = cudagraph_transform(allow=list(allow), backend="tape" if device == "cpu" else "cuda", debug=True)
         graphed = thunder.jit(fn, transforms=[transform], **jit)
         trial = CaptureTrial()
         try:
             found = [_run(graphed, calls, keep_alive, draw, grad) for draw in range(DRAWS)]
         except Exception as error:
-            trial.failure = (None, _first_line(error))
+            trial.failure = (None, failure_text(error))
             return trial
         for index, call in enumerate(calls):
             pairs = [(expected[d][index], found[d][index]) for d in range(DRAWS)]
@@ -177,7 +178,7 @@ def _captured_alone(call: SampledCall, pool: Pool, grad: bool) -> tuple[str, str
             if not _same(expected[seed], list(results), call.defined):
                 return "wrong", "captured without Thunder"
     except Exception as error:
-        return "fail", f"captured without Thunder: {_first_line(error)}"
+        return "fail", f"captured without Thunder: {failure_text(error)}"
     return "pass", ""
 
 
@@ -338,8 +339,3 @@ def _blamed(failure: str, ops: Sequence[Op], indices: Sequence[int]) -> Key | No
         if failure.startswith(f"{ops[index].name} at "):
             return _key(ops[index])
     return None
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or ["no message"]
-    return f"{type(error).__name__}: {lines[0]}"[:200]

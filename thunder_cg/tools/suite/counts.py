@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from thunder_cg.compat.torch_compile import dynamo_counters
 from thunder_cg.report.report import Report, TraceReport
-from thunder_cg.tools.suite.row import BREAK, EAGER, INDUCTOR, NOT_REPLAYED, NotCaptured, SuiteRow
+from thunder_cg.tools.suite.results import BREAK, EAGER, INDUCTOR, NOT_REPLAYED, NotCaptured, SuiteRow
 
 
 @contextmanager

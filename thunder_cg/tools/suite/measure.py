@@ -21,7 +21,7 @@ from thunder_cg.tools.demo import same_bits
 from thunder_cg.tools.measuring import backend_of, deterministic_algorithms, free_memory, quiet_collector
 from thunder_cg.tools.suite.counts import fill_counts, graph_breaks
 from thunder_cg.tools.suite.models import LEARNING_RATE, SuiteModel
-from thunder_cg.tools.suite.row import FX, JIT, TRAINING, SuiteRow
+from thunder_cg.tools.suite.results import FX, JIT, TRAINING, SuiteRow
 from thunder_cg.tools.workers import failure_text
 from thunder_cg.transform import cudagraph_transform
 

@@ -27,7 +27,7 @@ from thunder_cg.tools.suite.language import (
     litgpt_decoder,
     vocabulary,
 )
-from thunder_cg.tools.suite.row import DECODE, MODES, TRAINING
+from thunder_cg.tools.suite.results import DECODE, MODES, TRAINING
 
 LEARNING_RATE = 0.01
 

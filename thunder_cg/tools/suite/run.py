@@ -15,8 +15,7 @@ from thunder_cg.progress import Progress
 from thunder_cg.tools.arguments import JOBS
 from thunder_cg.tools.results import environment
 from thunder_cg.tools.suite.measure import measure
-from thunder_cg.tools.suite.results import PACKAGES, SuiteResults
-from thunder_cg.tools.suite.row import MODES, SuiteRow
+from thunder_cg.tools.suite.results import MODES, PACKAGES, SuiteResults, SuiteRow
 from thunder_cg.tools.suite.table import line, markdown, write_table
 from thunder_cg.tools.workers import Supervisor, Workers
 

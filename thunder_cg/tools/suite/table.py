@@ -10,7 +10,7 @@ from pathlib import Path
 from thunder_cg.files import replace
 from thunder_cg.report.markdown import table
 from thunder_cg.tools.results import origin
-from thunder_cg.tools.suite.row import BREAK, EAGER, INDUCTOR, MODES, NOT_REPLAYED, NotCaptured, SuiteRow
+from thunder_cg.tools.suite.results import BREAK, EAGER, INDUCTOR, MODES, NOT_REPLAYED, NotCaptured, SuiteRow
 
 BEGIN, END = "<!-- suite -->", "<!-- /suite -->"
 
