@@ -320,7 +320,7 @@ class GraphedStep:
 
     def _run_after(self, failure: _Failure, state: StepState, call: _Call, calls: Calls) -> Any:
         """A call whose capture failed."""
-        if failure.calls_more or (failure.is_of_ranks and failure.may_pass):
+        if failure.calls_more or failure.may_pass:
             self._count_unstable(failure.problem)
         if failure.calls_more:
             del self._ready[call.layout]
@@ -401,8 +401,9 @@ class GraphedStep:
             result = self._run(call, reason)
         if is_new := self._attributes.seen != seen:
             state = whole
-        moved, after = None if is_new else state.moved_since(places), state.again()
-        carried = newly_carried(state, after)
+        moved = None if is_new else state.moved_since(places, may_move=True)
+        after = state.again()
+        carried = newly_carried(state, after, places)
         self._carried |= {place.key: place for place in carried.values()}
         before, now = outside | state.facts, states_outside(state.device) | after.facts
         change = change_between(*({k: v for k, v in each.items() if k not in carried} for each in (before, now)))
@@ -504,7 +505,7 @@ class GraphedStep:
 
     def _launch(self, recording: StepRecording, carried: Sequence[Tensor], call: _Call) -> Any:
         try:
-            return in_profile(f"CUDAGraph of the step {self.name}", recording.replay, [*call.batch.tensors, *carried])
+            return in_profile(f"CUDAGraph of the step {self.name}", recording.replay, call.batch.tensors, carried)
         except ReplayRefused:
             raise
         except Exception as error:
