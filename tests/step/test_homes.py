@@ -262,3 +262,20 @@ def test_what_a_capture_that_fails_has_moved_is_put_back(step_twins):
 
     step = step_twins.train(make, 8)
     assert step.captures == 0 and "the host reads a value" in why(step), why(step)
+
+
+@pytest.mark.parametrize("make", STEPS)
+def test_the_model_is_called_between_steps(step_twins, make):
+    """Its own graphs have the addresses of the parameters."""
+    found = []
+
+    def between(i, model, fn, batch):
+        with torch.no_grad():
+            found.append(model(batch[0]))
+        if i % 3 == 2:
+            model(batch[0]).sum().backward()
+            model.zero_grad()
+
+    step = step_twins.train(make, 14, between)
+    same(found[:14], found[14:])
+    assert step.replays >= 11, why(step)

@@ -383,7 +383,7 @@ class Collector:
             self.facts[f"type({where})"] = Same(type(module))
             self.add_class(where, module)
             self._add_forward(type(module))
-            self.facts[f"{where}.training"] = bool, module.training
+            self.facts[f"{where}.training"] = fact_of(module.training)
             attributes, parameters, buffers, modules = module_dictionaries(module)
             looked_up: Mapping[str, Any] = attributes
             if may_change(type(module)) and (names := self._names_of(module)) is not None:
