@@ -113,6 +113,7 @@ def test_a_step_gives_tensors_other_memory(step_twins, make):
 
 
 @pytest.mark.parametrize("make", STEPS)
+@pytest.mark.nightly_after(4)
 @pytest.mark.parametrize("hold", ["a view", "what the step keeps", "a row", "an array", "for a while"])
 def test_who_holds_the_memory_before_has_what_was_there(step_twins, make, hold):
     held = []
@@ -279,3 +280,20 @@ def test_the_model_is_called_between_steps(step_twins, make):
     step = step_twins.train(make, 14, between)
     same(found[:14], found[14:])
     assert step.replays >= 11, why(step)
+
+
+def test_what_is_kept_shows_what_is_written_to_the_tensor(step_twins):
+    def make(model):
+        weight = torch.zeros(4, device=step_twins.device)
+        kept = {"new": weight}
+
+        def step(x, y):
+            weight.add_(x.mean(0))
+            seen = kept["new"] * 1
+            kept["new"] = seen + 1
+            weight.data = kept["new"]
+            return seen
+
+        return step
+
+    assert (step := step_twins.train(make, 10)).replays >= 6, why(step)

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from thunder_cg.compat.torch import has_storage, storage_id, storage_use_count, tensor_use_count
@@ -71,6 +70,7 @@ class Replaced:
     ) -> None:
         self._tensors, self._names, self._views, self._backend = tensors, names, views, backend
         self._allowed = holders
+        self._not_held: Any = None  # the counts by which it was found that nobody else holds one
         self._homes = [tensor.untyped_storage() for tensor in tensors]  # which count as no tensors
         self._ids = [*map(storage_id, tensors)]
         self._layouts = [(tensor.storage_offset(), tensor.size(), tensor.stride()) for tensor in tensors]
@@ -84,33 +84,37 @@ class Replaced:
         return [each for i, each in enumerate(carried) if i not in self._views] if self._views else carried
 
     def why_not(self, carried: Sequence[Tensor]) -> str | None:
-        """Why no replay is right now, in words: somebody holds memory that it would overwrite."""
+        """Why no replay is right now, in words: somebody holds memory that it would overwrite. Not if `is_lost`."""
         uses = Counter(map(id, carried)) if self._views else {}
         for at, i in self._views.items():
             owned = 2 * uses[id(carried[at])] + 1  # by its places, by the list, and by the call
             if sys.getrefcount(carried[at]) > owned or tensor_use_count(carried[at]) > 1:
                 return _HELD.format(self._names[i])
-        for name, tensor, there, allowed in zip(self._names, self._tensors, self._ids, self._allowed):
-            now = storage_id(tensor)
-            if _holders(now, self._backend) > allowed or (now != there and _holders(there, self._backend)):
-                return _HELD.format(name)
-        return None
+        ids = [*map(storage_id, self._tensors)]
+        counts = [*map(storage_use_count, ids)], [*map(self._backend.storage_uses, ids)]
+        if counts == self._not_held:
+            return None
+        found = zip(self._names, ids, self._allowed)
+        if (name := next((name for name, i, most in found if _holders(i, self._backend) > most), None)) is None:
+            self._not_held = counts
+        return None if name is None else _HELD.format(name)
 
     def is_lost(self) -> bool:
         """Whether somebody else has come to hold a home, and the tensor has left it."""
-        pairs = zip(self._tensors, self._ids)
-        return any(storage_id(tensor) != home and _holders(home, self._backend) for tensor, home in pairs)
+        return any(_holders(self._ids[i], self._backend) for i in self._away())
+
+    def _away(self) -> list[int]:
+        """The positions of those that are not at home."""
+        now = [*map(storage_id, self._tensors)]
+        return [] if now == self._ids else [i for i, home in enumerate(self._ids) if now[i] != home]
 
     def bring_home(self, carried: Sequence[Tensor]) -> None:
         """Copies home what is elsewhere, after `why_not`."""
-        memory = {
-            i: torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(home, *self._layouts[i])
-            for i, (tensor, home) in enumerate(zip(self._tensors, self._homes))
-            if storage_id(tensor) != self._ids[i]
-        }
-        copy_all([*memory.values()], [self._tensors[i] for i in memory])
-        moved = [*((self._tensors[i], i) for i in memory), *((carried[at], i) for at, i in self._views.items())]
-        for tensor, i in moved:
+        if not (away := self._away()):
+            return
+        memory = {i: self._tensors[i].new_empty(0).set_(self._homes[i], *self._layouts[i]) for i in away}
+        copy_all([*memory.values()], [self._tensors[i] for i in away])
+        for tensor, i in [*((self._tensors[i], i) for i in away), *((carried[at], i) for at, i in self._views.items())]:
             if i in memory:
                 tensor.data = memory[i]
 
@@ -132,7 +136,6 @@ class Homes:
         self.views = same_places(carried, state.memory)
         self._viewed = Counter({id(carried[at]): i for at, i in self.views.items()}.values())
         self._memory = [each.data if has_storage(each) else None for each in state.memory]
-        self.positions: frozenset[int] = frozenset()  # of these among the inputs
         self._replaced: list[int] = []
 
     def others(self, carried: Sequence[Tensor]) -> list[Tensor]:
@@ -144,10 +147,9 @@ class Homes:
     ) -> tuple[list[CopiedInput], list[Tensor]]:
         """Places the inputs and copies them; what is carried with memory of the state is there in the graph, too."""
         first, same = len(batch), same_tensors(inputs)
-        self.positions = frozenset(first + i for i in self.views)
-        copied, buffers = place(pool, inputs, self.positions, same)
-        for i in self.positions:
-            buffers[i] = buffers[same[i]] if i in same else self._state.memory[self.views[i - first]].data
+        copied, buffers = place(pool, inputs, frozenset(first + i for i in self.views), same)
+        for at, i in self.views.items():
+            buffers[first + at] = buffers[same[first + at]] if first + at in same else self._state.memory[i].data
         copy_all([each.target for each in copied], [each.source(inputs) for each in copied])
         return copied, buffers
 

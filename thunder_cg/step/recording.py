@@ -493,8 +493,8 @@ class _Body:
         self._found_or_left.clear()
 
     def copied_out(self, pool: Pool, results: Sequence[Any]) -> list[Tensor]:
-        tensors, views = [*self._buffers, *self._state.memory], self._homes.positions
-        inputs = [AliasedInput.of(i, each) for i, each in enumerate(tensors) if i not in views and has_storage(each)]
+        tensors = [*self._buffers, *self._state.memory]
+        inputs = [AliasedInput.of(i, tensor) for i, tensor in enumerate(tensors) if has_storage(tensor)]
         self.outputs = Outputs([*results], inputs, [True] * len(results), self._state.device, pool.alias)
         return self.outputs.sources()
 
