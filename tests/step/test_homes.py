@@ -297,3 +297,34 @@ def test_what_is_kept_shows_what_is_written_to_the_tensor(step_twins):
         return step
 
     assert (step := step_twins.train(make, 10)).replays >= 6, why(step)
+
+
+@pytest.mark.parametrize("way", ["offset", "resize"])
+def test_a_tensor_moves_within_its_memory(step_twins, way):
+    """Nobody else has the memory, so only the address shows it."""
+    weights = []
+
+    def make(model):
+        weight = nn.Parameter(torch.zeros(4, device=step_twins.device))
+        weights.append(weight)
+
+        def step(x, y):
+            weight.data = weight.data + x.mean(0)
+            return weight * 1
+
+        return step
+
+    def between(i, model, fn, batch):
+        if i == 0:  # before the capture
+            weights[-1].data = torch.arange(8.0, device=step_twins.device)[4:]
+        if i == 8:
+            memory = weights[-1].data.untyped_storage()
+            if way == "resize":
+                others = [torch.zeros(4, device=step_twins.device) for _ in range(99)]  # which take what it gives back
+                memory.resize_(2**16)
+                del others
+            start = 4 if way == "resize" and memory.nbytes() > 16 else 0
+            weights[-1].data = torch.empty(0, device=step_twins.device).set_(memory, start, (4,), (1,)).fill_(i)
+
+    step = step_twins.train(make, 12, between)
+    assert step.replays >= 6, why(step)

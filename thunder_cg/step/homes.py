@@ -72,7 +72,7 @@ class Replaced:
         self._allowed = holders
         self._not_held: Any = None  # the counts by which it was found that nobody else holds one
         self._homes = [tensor.untyped_storage() for tensor in tensors]  # which count as no tensors
-        self._ids = [*map(storage_id, tensors)]
+        self._ids, self._addresses = [*map(storage_id, tensors)], [tensor.data_ptr() for tensor in tensors]
         self._layouts = [(tensor.storage_offset(), tensor.size(), tensor.stride()) for tensor in tensors]
 
     def fit(self, carried: Sequence[Tensor]) -> bool:
@@ -100,13 +100,15 @@ class Replaced:
         return None if name is None else _HELD.format(name)
 
     def is_lost(self) -> bool:
-        """Whether somebody else has come to hold a home, and the tensor has left it."""
+        """Whether the tensor has left a home, and somebody has the memory there, maybe itself in another part."""
         return any(_holders(self._ids[i], self._backend) for i in self._away())
 
     def _away(self) -> list[int]:
         """The positions of those that are not at home."""
-        now = [*map(storage_id, self._tensors)]
-        return [] if now == self._ids else [i for i, home in enumerate(self._ids) if now[i] != home]
+        ids, at = [*map(storage_id, self._tensors)], [*map(Tensor.data_ptr, self._tensors)]
+        if ids == self._ids and at == self._addresses:
+            return []
+        return [i for i in range(len(ids)) if (ids[i], at[i]) != (self._ids[i], self._addresses[i])]
 
     def bring_home(self, carried: Sequence[Tensor]) -> None:
         """Copies home what is elsewhere, after `why_not`."""
@@ -120,7 +122,7 @@ class Replaced:
 
     def close(self) -> None:
         """Lets go of the memory."""
-        self._tensors, self._homes, self._ids = [], [], []
+        self._tensors, self._homes, self._ids, self._addresses = [], [], [], []
 
 
 class Homes:
