@@ -456,28 +456,29 @@ def test_averages_over_all_batches(run, device):
 
 
 def test_weights_that_get_other_memory(run):
-    """As optimizers that look around a minimum do it: they step to a neighbour, and back."""
+    """Of which some stays elsewhere: a replay could not leave it so."""
 
-    def perturb(in_place):
+    def swap(in_place):
         def make(model, optimizer):
+            average = torch.zeros_like(model.weight)
+
             def inner(loss):
-                old = model.weight.data.clone()
-                model.weight.data.add_(0.1)
                 (loss + model.weight.sum()).backward()
-                if in_place:
-                    model.weight.data.copy_(old)
-                else:
-                    model.weight.data = old
                 optimizer.step()
+                if in_place:
+                    average.copy_(model.weight.data)
+                    model.weight.data.mul_(0.5)
+                else:
+                    average.data, model.weight.data = model.weight.data, average.data
 
             return inner
 
         return make
 
-    step, (said,) = run(perturb(in_place=False))
-    fix = "write model.weight in place, such as by .data.copy_(), or set it outside of the step"
+    step, (said,) = run(swap(in_place=False))
+    fix = "in place, such as by .data.copy_(), or set it outside of the step"
     assert step.replays == 0 and said.endswith(fix) and "(see test_fixes.py:" in said, said
-    step, said = run(perturb(in_place=True))
+    step, said = run(swap(in_place=True))
     assert step.replays >= 6 and not said, said
 
 

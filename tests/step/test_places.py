@@ -89,6 +89,17 @@ def items(model):
     return keep, lambda: metrics
 
 
+def items_of_lists(model):
+    zeros = torch.zeros(5, 3, device=model[0].weight.device)
+    hidden = [zeros, [zeros, (zeros, 7)], 3]
+
+    def keep(loss, logits):
+        hidden[0] = 0.5 * hidden[0] + logits.detach()
+        hidden[1][0], hidden[-2][0] = hidden[0], logits.detach() + hidden[1][0]
+
+    return keep, lambda: [hidden[0], hidden[1][0]]
+
+
 def namespace(model):
     metrics = SimpleNamespace(loss=None)
 
@@ -159,7 +170,7 @@ def state_of_an_optimizer(model):
 
 
 KINDS = (
-    attribute, mean, the_last_two, variable, of_module, items, namespace, slot, another_dictionary,
+    attribute, mean, the_last_two, variable, of_module, items, items_of_lists, namespace, slot, another_dictionary,
     replaced_by_what_its_method_gives, buffer, state_of_an_optimizer, one_tensor_in_two_places,
 )  # fmt: skip
 
@@ -223,6 +234,30 @@ def test_the_user_may_change_what_is_carried(step_twins):
         return train(step_twins, make, graphed, between, calls=16)
 
     is_captured_anew_once(step_twins, run)
+
+
+def test_what_is_carried_in_a_list_may_be_changed(step_twins):
+    def make(model):
+        zeros = torch.zeros((), device=model[0].weight.device)
+        losses = [zeros, zeros.clone()]
+
+        def keep(loss, logits):
+            losses[0] = 0.5 * losses[0] + loss.detach() + losses[-1]
+
+        return keep, lambda: [*losses], losses
+
+    def between(i, losses):
+        if i == 4:
+            losses[1] = losses[1] + 1  # not carried
+        elif i == 8:
+            losses[0] = losses[0] * 2
+        elif i == 10:
+            losses.insert(0, losses[0] - 1)
+
+    expected, _ = train_with(step_twins, make, between, 15, False)
+    found, step = train_with(step_twins, make, between, 15, True)
+    same(found, expected)
+    assert step.replays >= 7 and step.captures == 3, step.in_python
 
 
 def train_with(step_twins, make, between, calls, graphed):
@@ -458,8 +493,8 @@ def writes_in_place(model):
     return keep, lambda: keeper.loss
 
 
-def changes_a_list(model):
-    losses = [torch.zeros((), device=model[0].weight.device)]
+def changes_a_deque(model):
+    losses = deque([torch.zeros((), device=model[0].weight.device)])
     same_list = losses
 
     def keep(loss, logits):
@@ -621,7 +656,7 @@ REFUSED = {
     reads_a_history: "detach it: a graph keeps no history",
     keeps_a_history: "detach it: a graph keeps no history",
     writes_in_place: "the step writes to",
-    changes_a_list: "losses[0] changed",
+    changes_a_deque: "losses[0] changed",
     appends_a_history: "without a history to losses (test_places.py:{line}); detach them, or return them",
     appends_a_number: "something else than tensors without a history to losses (test_places.py:{line})",
     appends_and_reads: "len(losses) changed",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import dis
 import inspect
 import os
 import random
@@ -12,12 +11,12 @@ from types import ModuleType
 from typing import Any
 
 from thunder_cg.step.calls import UNSTEADY
+from thunder_cg.step.reads import instructions
 
 _READS = ("item", "tolist", "numpy")  # methods of tensors
 _DOES: tuple[Any, ...] = (next, print, open)
 _IF_TENSOR = "float() of a tensor"
 PRINTS = "print()"
-_PASSES = ("PUSH_NULL", "CACHE", "EXTENDED_ARG")  # instructions between a name and its attribute
 
 
 def unreplayed(function: Callable[..., Any]) -> Mapping[str, tuple[str, ...]]:
@@ -32,18 +31,16 @@ def unreplayed(function: Callable[..., Any]) -> Mapping[str, tuple[str, ...]]:
 
 
 def _calls(code: Any, variables: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
-    starts, line = dict(dis.findlinestarts(code)), code.co_firstlineno
     value: Any = None  # the last global variable, or an attribute of a module there
-    for each in dis.get_instructions(code):
-        line = starts.get(each.offset) or line
-        if each.opname == "LOAD_GLOBAL":
-            value = variables.get(each.argval, getattr(builtins, each.argval, None))
-        elif each.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+    for operation, name, line, _ in instructions(code):
+        if operation == "LOAD_GLOBAL":
+            value = variables.get(name, getattr(builtins, name, None))
+        elif operation in ("LOAD_ATTR", "LOAD_METHOD"):
             is_module = isinstance(value, (ModuleType, type))
-            if each.argval in _READS and not is_module:
-                yield line, f"{each.argval}()"
-            value = getattr(value, each.argval, None) if is_module else None
-        elif each.opname not in _PASSES:
+            if name in _READS and not is_module:
+                yield line, f"{name}()"
+            value = getattr(value, str(name), None) if is_module else None
+        elif operation != "PUSH_NULL":
             value = None
         if value is float:
             yield line, _IF_TENSOR

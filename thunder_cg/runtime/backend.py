@@ -191,6 +191,9 @@ class Backend(Protocol):
     def memory_apart(self) -> AbstractContextManager[Callable[[], AbstractContextManager[None]]]:
         """Yields a context: what a thread allocates in it shares no segment of the allocator with anything else."""
 
+    def storage_uses(self, storage: int) -> int:
+        """How many tensors of graphs have a storage, given its `storage_id`, if graphs are made of tensors."""
+
     def busy(self) -> bool:
         """Whether the caller is inside a capture already. It is somebody else's, so regions run their ops in it."""
 

@@ -11,6 +11,7 @@ import inspect
 import os
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ _RESHAPES = {_aten.as_strided_, _aten.squeeze_, _aten.t_, _aten.transpose_, _ate
 _WRITERS = {_aten.native_batch_norm, _aten.cudnn_batch_norm, _aten.miopen_batch_norm, _aten.batch_norm_update_stats}
 
 _active = threading.local()
+_graphs: weakref.WeakSet[TapeGraph] = weakref.WeakSet()
 
 
 class TapeBackend:
@@ -66,6 +68,9 @@ class TapeBackend:
 
     def memory_apart(self) -> AbstractContextManager[Callable[[], AbstractContextManager[None]]]:
         return nullcontext(nullcontext)
+
+    def storage_uses(self, storage: int) -> int:
+        return sum(graph.uses[storage] for graph in _graphs)
 
     def busy(self) -> bool:
         return getattr(_active, "tape", None) is not None
@@ -349,6 +354,9 @@ class TapeGraph:
         self._has_sentinel = [not found.isdisjoint(self.sentinels) for found in integers]
         check_sentinels(self.sentinels, set().union(*integers))
         self._is_closed = False
+        kept = {id(tensor): tensor for tensor in (*self.tensors(), *self.buffers, *self.copied_out)}
+        self.uses = Counter(map(compat.storage_id, filter(compat.has_storage, kept.values())))
+        _graphs.add(self)
 
     def tensors(self) -> Iterable[torch.Tensor]:
         return [tensor for step in self.steps for tensor in _tensors_in(step)]
@@ -366,6 +374,7 @@ class TapeGraph:
 
     def close(self, *, may_wait: bool) -> None:
         self._is_closed, self.steps, self._has_sentinel = True, [], []
+        _graphs.discard(self)
 
     def replay(self, sources: Tensors = (), targets: Tensors = (), scalars: Sequence[int] = ()) -> None:
         if self._is_closed:

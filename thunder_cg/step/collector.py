@@ -117,7 +117,7 @@ class Collector:
         """Adds a value.
 
         Args:
-            places: where it is. The last one is its own, unless it is an item of a tuple or a list.
+            places: where it is. The last one is its own, unless it is an item of a tuple.
         """
         if not (self._to_carry and self.add_carried(label, value, places)):
             self._add(label, value, depth, places)
@@ -346,7 +346,7 @@ class Collector:
             self.objections.append(f"{problem}; read what the step needs of it before the step")
             return
         self.holders.append(value)
-        self.watch.container(value)
+        self.watch.container(value, [i for i in range(len(value)) if (id(value), i) in self._to_carry])
         self._add_own_attributes(label, value, depth)
         if isinstance(value, dict):
             self._watch(value, value)
@@ -366,7 +366,8 @@ class Collector:
                     self.add(f"key {i} of {label}", key, depth + 1)
         else:
             for i, item in enumerate(value):
-                self.add(f"{label}[{i}]", item, depth + 1, places)
+                own_place = (Place(value, i),) if isinstance(value, list) else ()
+                self.add(f"{label}[{i}]", item, depth + 1, (*places, *own_place))
 
     def add_root(self, label: str, root: Any) -> None:
         """All facts of a module or an optimizer."""
@@ -383,7 +384,7 @@ class Collector:
             self.facts[f"type({where})"] = Same(type(module))
             self.add_class(where, module)
             self._add_forward(type(module))
-            self.facts[f"{where}.training"] = bool, module.training
+            self.facts[f"{where}.training"] = fact_of(module.training)
             attributes, parameters, buffers, modules = module_dictionaries(module)
             looked_up: Mapping[str, Any] = attributes
             if may_change(type(module)) and (names := self._names_of(module)) is not None:

@@ -6,7 +6,7 @@ import enum
 import re
 import types
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,6 +63,16 @@ class Same:
         return value.__name__ if isinstance(value, type) else f"a {type(value).__name__}"
 
 
+class Atom(NamedTuple):
+    """A fact that is a plain value: equal for values of one type that are the same, as 0.0 and -0.0 are not."""
+
+    kind: type
+    value: Any  # as text of a floating point number
+
+    def __repr__(self) -> str:
+        return str(self.value) if self.kind in (float, complex) else repr(self.value)
+
+
 class Content:
     """A fact that is what an object holds, which says nothing to a reader."""
 
@@ -84,10 +94,10 @@ class Content:
 def fact_of(value: Any) -> Any:
     """A value without what it refers to: of a plain one its content."""
     if isinstance(value, types.MethodType):  # each lookup makes a new one
-        return types.MethodType, (Same(value.__func__), Same(value.__self__))
+        return Atom(types.MethodType, (Same(value.__func__), Same(value.__self__)))
     if not isinstance(value, ATOMS):
         return Same(value)
-    return type(value), repr(value) if isinstance(value, (float, complex)) else value
+    return Atom(type(value), repr(value) if isinstance(value, (float, complex)) else value)
 
 
 def is_equal(now: Any, then: Any) -> bool:
@@ -98,22 +108,15 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | Non
     """The first fact that differs, with both values; None if none does."""
     for label, value in before.items():
         if label not in after:
-            return f"{label} was {_shown(value)} and is gone"
+            return f"{label} was {value!r:.80} and is gone"
         if after[label] != value and isinstance(value, Content):
             return f"{label} changed"
         if after[label] != value:
-            return f"{label} changed from {_shown(value)} to {_shown(after[label])}"
+            return f"{label} changed from {value!r:.80} to {after[label]!r:.80}"
     new = next((label for label in after if label not in before), None)
-    return None if new is None else f"{new} is new: {_shown(after[new])}"
+    return None if new is None else f"{new} is new: {after[new]!r:.80}"
 
 
 def subject(change: str) -> str:
     """What a fact or a change is about, without what is said of it: "len(losses) changed ..." begins with "losses"."""
     return re.sub(r"^(len\(|what |the order of |the bases of |type\()+", "", change)
-
-
-def _shown(fact: Any) -> str:
-    if isinstance(fact, tuple):
-        kind, value = fact
-        return str(value) if kind in (float, complex) else repr(value)[:80]
-    return repr(fact)[:80]

@@ -5,7 +5,6 @@ Each fix works if it is followed: tests/step/test_fixes.py follows them.
 
 from __future__ import annotations
 
-import dis
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,10 +28,13 @@ from thunder_cg.compat.lines import line_in_trace
 from thunder_cg.compat.torch import names_of, tensors_in
 from thunder_cg.runtime.tensors import has_history
 from thunder_cg.step.calls import is_of_package, line_with_code
-from thunder_cg.step.facts import Facts, Same, difference, subject
-from thunder_cg.step.reads import is_installed
+from thunder_cg.step.facts import Atom, Facts, Same, difference, subject
+from thunder_cg.step.reads import instructions, is_installed
 
-_SET_BY_PYTORCH = "the priorities of torch.nn.attention.sdpa_kernel()"
+_ONCE = {
+    r"the priorities of torch\.nn\.attention\.sdpa_kernel": "PyTorch does at the first attention",
+    r"len\(.*\.state\) changed from 0 to ": "in the first step of an optimizer",
+}
 _RATE = "make the learning rate a tensor on the device, which a scheduler then writes"
 _CONSTANT = "keep it constant, as OneCycleLR does with cycle_momentum=False"
 _RANDOM = "draw with torch on the device"
@@ -98,8 +100,6 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
     Args:
         facts: of the state. They and ``roots`` name the optimizers.
     """
-    if change.startswith(_SET_BY_PYTORCH):
-        return ""
     label = subject(change).partition(" ")[0]
     named = {name: fact.value for name, fact in facts.items() if isinstance(fact, Same)} | dict(roots)
     owners = [value for name, value in named.items() if label.startswith(f"{name}.")]
@@ -120,8 +120,9 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
     if "['betas']" in label or "['momentum']" in label:
         return f"; {_CONSTANT}"
     are_of_torch = any(isinstance(value, (Optimizer, GradScaler, AveragedModel)) for value in owners)
-    if (are_of_torch and " from a tensor" not in change) or " from None to a tensor" in change:
-        return ""  # it is made in the first step
+    is_made = (are_of_torch and " from a tensor" not in change) or " from None to a tensor" in change
+    if is_made or (not owners and of_first_step(change)):
+        return ""
     if change.startswith("the state of"):
         return f"; {_RANDOM}"
     if isinstance(owner := named.get(label), torch.Generator):
@@ -130,7 +131,7 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
         return f"; {_RANDOM}"
     if label.startswith("_Progress.") or ".optim_step_progress." in label:
         return f"; {_LIGHTNINGS}"
-    if not in_step and isinstance(fact := facts.get(label), tuple) and fact[0] is int:
+    if not in_step and isinstance(fact := facts.get(label), Atom) and fact.kind is int:
         return f"; {_DECIDES}; or {_IN_PLACE}"
     if in_step and isinstance(kept := named.get(label), Tensor) and has_history(kept):
         return "; detach it: a graph keeps no history"
@@ -143,10 +144,7 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
 
 def of_first_step(change: str) -> str:
     """What to say of a change that needs no fix."""
-    if change.startswith(_SET_BY_PYTORCH):
-        return ", as PyTorch does at the first attention: nothing to change"
-    is_new = re.match(r"len\(.*\.state\) changed from 0 to ", change)
-    return ", as in the first step of an optimizer: nothing to change" if is_new else ""
+    return next((f", as {said}: nothing to change" for sign, said in _ONCE.items() if re.match(sign, change)), "")
 
 
 def _of_rate(optimizer: Optimizer | None) -> str:
@@ -169,7 +167,7 @@ def also_changed(
     """
     seen, others = {_root_of(change)}, []
     for label, value in before.items():
-        is_number = isinstance(value, (tuple, int))  # or a length; a tensor may have several names
+        is_number = isinstance(value, (Atom, int))  # or a length; a tensor may have several names
         if is_number and after.get(label, value) != value and (root := _root_of(label)) not in seen:
             said = difference({label: value}, {label: after[label]})
             if fix_of_change(str(said), facts, roots, in_step=True):
@@ -238,13 +236,9 @@ def where(error: BaseException) -> str:
 def _later_reads(frames: Iterable[tuple[FrameType, int]]) -> Iterator[str]:
     """The lines of functions after those that run now that may read on the host as well."""
     for frame, now in frames:
-        code = frame.f_code
-        starts, line = dict(dis.findlinestarts(code)), now
-        for each in dis.get_instructions(code):
-            line = starts.get(each.offset) or line
-            loads = each.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL") and each.argval in _READERS
-            if loads and line > now:
-                yield f"{os.path.basename(code.co_filename)}:{line}"
+        for name, value, line, _ in instructions(frame.f_code):
+            if name in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL") and value in _READERS and line > now:
+                yield f"{os.path.basename(frame.f_code.co_filename)}:{line}"
 
 
 def _fix_in_torch(frames: Sequence[FrameType]) -> str | None:

@@ -43,7 +43,7 @@ from thunder_cg.step.fixes import (
 )
 from thunder_cg.step.gradients import FirstGradients, GraphGradient
 from thunder_cg.step.memory import PythonCall, making_states_apart, nbytes
-from thunder_cg.step.outside import states_outside, thread_states
+from thunder_cg.step.outside import named, states_outside, thread_states
 from thunder_cg.step.places import Place
 from thunder_cg.step.reads import Called
 from thunder_cg.step.recording import Batch, CallsMore, StepCapture, StepRecording, changed_argument
@@ -92,7 +92,7 @@ class _Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     batch: Batch
-    layout: Any  # of the batch, with what is set for the thread and the process
+    layout: Any  # the three parts of the batch's, with what is set for the thread and the process
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +320,7 @@ class GraphedStep:
 
     def _run_after(self, failure: _Failure, state: StepState, call: _Call, calls: Calls) -> Any:
         """A call whose capture failed."""
-        if failure.calls_more or (failure.is_of_ranks and failure.may_pass):
+        if failure.calls_more or failure.may_pass:
             self._count_unstable(failure.problem)
         if failure.calls_more:
             del self._ready[call.layout]
@@ -401,8 +401,9 @@ class GraphedStep:
             result = self._run(call, reason)
         if is_new := self._attributes.seen != seen:
             state = whole
-        moved, after = None if is_new else state.moved_since(places), state.again()
-        carried = newly_carried(state, after)
+        moved = None if is_new else state.moved_since(places, may_move=True)
+        after = state.again()
+        carried = newly_carried(state, after, places)
         self._carried |= {place.key: place for place in carried.values()}
         before, now = outside | state.facts, states_outside(state.device) | after.facts
         change = change_between(*({k: v for k, v in each.items() if k not in carried} for each in (before, now)))
@@ -429,7 +430,7 @@ class GraphedStep:
                 self._refuse(layout, state.facts, objection)
                 return result
         is_new_shape = reason.startswith(_SHAPE)
-        if change is not None or not (is_new_shape or reason == _FIRST):
+        if change is not None or not (is_new_shape or reason.startswith(_FIRST)):
             self._count_unstable(change or reason, fix)
         elif is_new_shape and len(self._ready) == _MAX_UNSTABLE and not self.captures:
             self._warn(reason)
@@ -441,6 +442,9 @@ class GraphedStep:
             fix = fix_of_change(change, state.facts, self._roots, in_step=False)
             return f"{change}{state.line_of(change) if fix else ''}{_BETWEEN}", fix
         before, self._new_layout = self._new_layout, layout
+        states = [named(each[3:]) for each in (before, layout) if each is not None]
+        if len(states) == 2 and (change := change_between(*states)) is not None:
+            return f"{_FIRST}, since {change}", ""
         if before is not None and (changed := changed_argument(before, layout)) is not None:
             name, then, now = changed
             said = f"{name} changed from {then!r:.80} to {now!r:.80}"
@@ -504,7 +508,7 @@ class GraphedStep:
 
     def _launch(self, recording: StepRecording, carried: Sequence[Tensor], call: _Call) -> Any:
         try:
-            return in_profile(f"CUDAGraph of the step {self.name}", recording.replay, [*call.batch.tensors, *carried])
+            return in_profile(f"CUDAGraph of the step {self.name}", recording.replay, call.batch.tensors, carried)
         except ReplayRefused:
             raise
         except Exception as error:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pickle
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,8 +16,16 @@ from thunder_cg.compat.torch import Settings, kernel_settings, names_of_settings
 from thunder_cg.step.facts import Content
 
 
-def _autocast(kind: str) -> Any:
-    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+class _Autocast(NamedTuple):
+    is_on: bool
+    dtype: torch.dtype
+
+    def __repr__(self) -> str:
+        return f"{'on' if self.is_on else 'off'} with {self.dtype}"
+
+
+def _autocast(kind: str) -> _Autocast:
+    return _Autocast(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
 
 _thread_states: dict[str, Callable[[], Any]] = {
@@ -41,6 +49,11 @@ def thread_states() -> tuple[Any, ...]:
     return tuple(get() for get in _thread_states.values())
 
 
+def named(states: Sequence[Any]) -> dict[str, Any]:
+    """What `thread_states` has returned, by names."""
+    return dict(zip(_thread_states, states))
+
+
 _settings, _names_of_settings = kernel_settings(Settings.ALL), names_of_settings(Settings.ALL)
 
 
@@ -49,7 +62,7 @@ def states_outside(device: torch.device) -> dict[str, Any]:
     facts: dict[str, Any] = dict(zip(_names_of_settings, _settings()))
     if device.type != "cpu":
         facts |= {"the current stream": torch.cuda.current_stream(), "the current device": torch.cuda.current_device()}
-    return random_states(device) | dict(zip(_thread_states, thread_states())) | facts
+    return random_states(device) | named(thread_states()) | facts
 
 
 _PYTHONS, _NUMPYS = (f"the state of {whose}'s random numbers" for whose in ("Python", "NumPy"))

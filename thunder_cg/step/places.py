@@ -1,4 +1,4 @@
-"""Where a step finds values and puts them: variables, attributes, items of dictionaries.
+"""Where a step finds values and puts them: variables, attributes, items of dictionaries and lists.
 
 Note [Carried tensors]
     A step may put a tensor that it makes where it has found one, as in ``self.last_loss = loss.detach()``, and may read
@@ -35,7 +35,7 @@ _LEAF = tree_flatten(0)[1]
 
 
 class Place:
-    """A cell, a namespace, a dictionary, a class or an object, and a name in it ("" in a cell)."""
+    """A cell, a namespace, a dictionary, a list, a class or an object, and a name or position there ("" in a cell)."""
 
     __slots__ = ("holder", "name", "owner")
 
@@ -64,6 +64,8 @@ class Place:
             return content_of_cell(holder)
         if isinstance(holder, dict):
             return dict.get(holder, self.name, MISSING)
+        if isinstance(holder, list):
+            return list.__getitem__(holder, self.name) if self.name < len(holder) else MISSING
         if isinstance(holder, (type, types.ModuleType)):
             return dictionary_of(holder).get(self.name, MISSING)
         return own(holder, self.name)
@@ -72,6 +74,9 @@ class Place:
         """Sets it, whatever a class does when somebody sets it, or removes it if it is `MISSING`."""
         holder, name = self.holder, self.name
         if self.get() is value:
+            return
+        if isinstance(holder, list):  # which has something there
+            list.__setitem__(holder, name, value)
             return
         if isinstance(holder, dict):
             plain = OrderedDict if isinstance(holder, OrderedDict) else dict

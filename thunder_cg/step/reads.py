@@ -579,10 +579,10 @@ def _in_globals(variables: dict[str, Any], name: str, attributes: tuple[Any, ...
 def growing(code: types.CodeType) -> Set[int]:
     """Where the code looks an attribute up, or stores it, only to add to it: see Note [What only grows]."""
     found: set[int] = set()
-    instructions = [*_instructions(code)]
-    for before, each in pairwise(instructions):
+    each_of = [*instructions(code)]
+    for before, each in pairwise(each_of):
         if each.value == _ADDED_TO and before.name == "LOAD_ATTR" and not isinstance(before.value, _Item):
-            rest = instructions[instructions.index(before) :]
+            rest = each_of[each_of.index(before) :]
             found.update([before.offset, next(x.offset for x in rest if x.name == "STORE_ATTR")])
         elif each.name in _LOOKUPS and each.value in _GROWS and before.name == "LOAD_ATTR":
             found.add(before.offset)
@@ -596,7 +596,7 @@ def chains(code: types.CodeType) -> Mapping[_Chain, int]:
     It is the first one that names it and stores an attribute, an item or a variable, if one does, else the first one.
     """
     found: dict[_Chain, list[int]] = {}
-    stores = {line for name, _, line, _ in _instructions(code) if name in _STORES}
+    stores = {line for name, _, line, _ in instructions(code) if name in _STORES}
     aliases: dict[str, _Chain | None] = {}  # variables of the function that stand for a chain; None: for several
     current: _Chain | None = None
     current_line = code.co_firstlineno
@@ -608,7 +608,7 @@ def chains(code: types.CodeType) -> Mapping[_Chain, int]:
         if current is not None:
             found.setdefault(current, []).append(current_line)
 
-    for name, value, line, _ in _instructions(code):
+    for name, value, line, _ in instructions(code):
         level, names = arguments
         arguments.append(value)
         if name in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR") and current is not None:
@@ -652,7 +652,7 @@ class _Instruction(NamedTuple):
     offset: int
 
 
-def _instructions(code: types.CodeType) -> Iterator[_Instruction]:
+def instructions(code: types.CodeType) -> Iterator[_Instruction]:
     """The names and arguments of the instructions, with their lines.
 
     Python 3.13 has one instruction for two variables, which are two here.

@@ -45,9 +45,9 @@ from thunder_cg.errors import CaptureLater, CaptureRefused, ReplayRefused
 from thunder_cg.runtime.agreement import Collectives
 from thunder_cg.runtime.arena import Arena, RecordingUse
 from thunder_cg.runtime.backend import Backend, Graph, Pool
-from thunder_cg.runtime.inputs import CopiedInput, place
+from thunder_cg.runtime.inputs import CopiedInput
 from thunder_cg.runtime.outputs import AliasedInput, Outputs
-from thunder_cg.runtime.tensors import address_if_any, copy_all, is_plain, layout, same_tensors
+from thunder_cg.runtime.tensors import address_if_any, is_plain, layout, same_tensors
 from thunder_cg.step.averages import known_to_be_positive
 from thunder_cg.step.calls import Calls, StepCollective
 from thunder_cg.step.collector import facts_of
@@ -64,6 +64,7 @@ from thunder_cg.step.gradients import (
     place_of,
 )
 from thunder_cg.step.heap import known_tensors
+from thunder_cg.step.homes import KEPT_SHARES, Homes, Replaced
 from thunder_cg.step.memory import nbytes
 from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, memory_of_tensors, moved, refuse_other_memory
 from thunder_cg.step.outside import states_outside
@@ -80,7 +81,6 @@ _TENSOR = object()
 _nans: dict[Any, Any] = {}  # one for each type and bits, since no NaN is equal to another one
 _OTHERS = "something else than tensors without a history"
 _SHARES = "an argument shares memory with a tensor that the step reads from outside"
-_KEPT_SHARES = "a tensor that the step keeps shares memory with another one that it uses; have it keep a clone"
 _IN_TWO_PLACES = (
     "the step keeps a {0} in two places, or one that was there before, and a replay would make two of it; "
     "keep a copy, such as {0}(metrics)"
@@ -225,6 +225,7 @@ class StepRecording(RecordingUse):
     gradient_nbytes: int  # of the pool: recordings may share gradients
     settings: list[tuple[Callable[[], Any], Any]]  # of PyTorch, that the step read, and what ABC.register() has changed
     carried: list[tuple[Callable[[Any], object], Any, int]]  # puts a value with a structure and a number of tensors
+    replaced: Replaced
     added: list[tuple[Read, int]]  # to numbers
     only_once: CaptureRefused | None = None  # why no later replay would be right; the first one is
     last_call: int = 0  # of the step that used it
@@ -260,15 +261,15 @@ class StepRecording(RecordingUse):
         if layout != self.layout or (carried := self.state.carried_if_unchanged()) is None:
             return None
         is_for = all(get() == then for get, then in self.settings) and self.gradients_before.are_there()
-        return carried if is_for else None
+        return carried if is_for and self.replaced.fit(carried) else None
 
     def is_for_other_gradients(self, layout: Any) -> bool:
         """Whether it is for a call with this layout, but for the memory of gradients."""
         return layout == self.layout and self.state.holds() and self.gradients_before.are_elsewhere()
 
     def is_void(self) -> bool:
-        """Whether no replay will ever be right: the graph writes a gradient where it is no more."""
-        return self.overwritten.are_moved()
+        """Whether no replay will ever be right, since the graph writes where nothing of the step's is any more."""
+        return self.overwritten.are_moved() or self.replaced.is_lost()
 
     def why_not(self, batch: Batch, carried: Sequence[Tensor], left: Sequence[GraphGradient]) -> str | None:
         """Why no replay is right now, although the recording is for the call; None if one is.
@@ -277,7 +278,8 @@ class StepRecording(RecordingUse):
             carried: what `carried_in` has returned.
             left: gradients in memory that it uses, and that replays of other recordings have left.
         """
-        if (problem := _shared(batch.tensors, carried, self.memory)) is not None:
+        problem = _shared(batch.tensors, self.replaced.others(carried), self.memory) or self.replaced.why_not(carried)
+        if problem is not None:
             return problem
         if self.overwritten.are_held() or any(each.is_held() for each in left):
             return "a gradient of an earlier step is still held, and a replay would overwrite it; clone it"
@@ -306,6 +308,7 @@ class StepRecording(RecordingUse):
             self.graph.close(may_wait=may_wait)
             self.left = []
             self.gradients_before.close()
+            self.replaced.close()
             self.overwritten.gradients.clear()
 
     def end_capture(self, *, undo: bool) -> None:
@@ -319,11 +322,9 @@ class StepRecording(RecordingUse):
                 gradients.restore()
             gradients.release()
 
-    def replay(self, inputs: Sequence[Tensor]) -> Any:
-        """Runs the step again. `ReplayRefused` if nothing of it happened.
-
-        Args:
-            inputs: the tensors of the batch, and those that are carried in.
+    def replay(self, batch: Sequence[Tensor], carried: Sequence[Tensor]) -> Any:
+        """Runs the step again, with the tensors of a batch and those to carry in. `ReplayRefused` if nothing of it
+        happened.
         """
         results: list[Any] = [None] * (self.structure[1] + sum(count for _, _, count in self.carried))
         try:
@@ -331,6 +332,8 @@ class StepRecording(RecordingUse):
         except torch.OutOfMemoryError as error:
             raise ReplayRefused(error) from error
         self.gradients_before.copy()
+        self.replaced.bring_home(carried)
+        inputs = [*batch, *carried]
         self.graph.replay([each.source(inputs) for each in self.sources], targets)
         if self.collectives is not None:
             self.collectives.count_replay()
@@ -355,8 +358,9 @@ class _Body:
     """The function as a pool captures it, and what it shows of the step."""
 
     def __init__(
-        self, fn: Callable[..., Any], batch: Batch, buffers: list[Tensor], state: StepState, calls: Calls
+        self, fn: Callable[..., Any], batch: Batch, buffers: list[Tensor], state: StepState, calls: Calls, homes: Homes
     ) -> None:
+        self._homes = homes
         self._fn, self._batch, self._buffers, self._state, self._calls = fn, batch, buffers, state, calls
         carried = buffers[len(batch.tensors) :]
         aliases = {id(buffer): buffer.detach() for buffer in carried}
@@ -365,6 +369,7 @@ class _Body:
         self.carried: list[tuple[Callable[[Any], object], Any, int]] = []  # what is carried out
         self.added: list[tuple[Read, int]] = []
         self._found_or_left: list[Any] = []  # in places of what is carried, and in lists
+        self._stay: list[Tensor] = []  # in places of what is carried
         self.structure: Any = None
         self.addresses: Mapping[int, str] = {}
         self.outputs: Outputs | None = None
@@ -407,11 +412,13 @@ class _Body:
         self.addresses = {**self._captured_addresses(backend), **self._calls.communicated}
         left += self._take_appended(lists)
         self._take_added(numbers)
-        self._refuse_shared_containers(arguments)
-        if _storages(left) & _storages(each.grad for each in self._state.parameters):
-            raise CaptureRefused(_IS_GRADIENT)
-        self.results = _storages(leaves)
         leaves += left
+        self._homes.bring_back(leaves, self._stay)  # before aliases go, whose identities its tensors could get
+        self._stay.clear()
+        self._refuse_shared_containers(arguments)
+        if _storages(leaves[structure.num_leaves :]) & _storages(each.grad for each in self._state.parameters):
+            raise CaptureRefused(_IS_GRADIENT)
+        self.results = _storages(leaves[: structure.num_leaves])
         made = {id(leaf): self._to_leave(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
         return [made.get(id(leaf), leaf) for leaf in leaves]
 
@@ -445,6 +452,7 @@ class _Body:
             at.put(before)
             self._found_or_left += [value] if is_given else [value, left_there]
             if is_given and all(map(is_, tree_leaves(value), tensors)):
+                self._stay += tensors
                 continue
             if is_given or now is None or not now.is_like(then):
                 raise CaptureRefused(f"the step leaves something else in {label} than a new tensor like the one before")
@@ -604,12 +612,13 @@ class StepCapture:
         # A step that sets a generator sets it in the capture, too. Draws in a capture move no generator of CUDA.
         with GraphGradient.recounted(), fork_rng([state.device], enabled=state.device.type != "cpu"):
             to = None if self.others else self.arena.pool(state.device)
+            homes = Homes(state, state.carried_tensors(), self.backend)
             snapshot = state.snapshot()
             of_others = _gradients_of_others(state)
             before = GradientsBefore(state.parameters, self.backend, self.calls, to, self.needs)
             try:
                 with torch.autograd.set_multithreading_enabled(False):  # each thread has a workspace of cuBLAS
-                    recording = self._record(before)
+                    recording = self._record(before, homes)
                 self.check()
             except BaseException:
                 self.calls.undo()
@@ -628,16 +637,15 @@ class StepCapture:
         recording.apart.update(GraphGradient.all())
         return recording
 
-    def _record(self, before: GradientsBefore) -> StepRecording:
+    def _record(self, before: GradientsBefore, homes: Homes) -> StepRecording:
         state, batch = self.state, self.batch
         pool = self.arena.pool(state.device)
-        inputs = self._inputs(before)
+        inputs = self._inputs(before, homes)
         memory = {at: tensor for at, tensor in memory_of_tensors(state.device).items() if at not in before.moved}
-        copied, buffers = place(pool, inputs, frozenset(), same_tensors(inputs))
-        copy_all([each.target for each in copied], [each.source(inputs) for each in copied])
+        copied, buffers = homes.place(pool, batch.tensors, inputs)
         versions = [version(tensor) for tensor in (*state.with_memory, *buffers)]
         places = state.places_of_tensors()
-        body = _Body(self.fn, batch, buffers, state, self.calls)
+        body = _Body(self.fn, batch, buffers, state, self.calls, homes)
         outside = states_outside(state.device)
         targets = [each.target for each in copied]
         graph = pool.capture(partial(body.run, self.backend), [], targets, partial(body.copied_out, pool))[0]
@@ -655,7 +663,6 @@ class StepCapture:
         known = [*state.memory, *inputs, *(each if each is None else local_tensor(each) for each in before.memory)]
         with _first(missing):
             refuse_other_memory(addresses, known, [*own, *self._held_elsewhere()], state.device, pool, memory)
-        kernels = kernel_settings(Settings.ALL)
         tensors, expected = [parameter.grad for parameter in state.parameters], before.expected(addresses)
         _refuse_results(body.results, tensors, expected)
         left = self._left(expected, before.are_graphs)
@@ -679,10 +686,11 @@ class StepCapture:
             gradient_nbytes=nbytes(g for g in tensors if g is not None and _is_in(g, pool)),
             only_once=missing,
             carried=body.carried,
+            replaced=homes.replaced(),
             added=body.added,
             communicates=self.calls.groups,
             settings=[
-                *((get, get()) for get in (kernels, get_cache_token)),
+                *((get, get()) for get in (kernel_settings(Settings.ALL), get_cache_token)),
                 *settings_in(self.calls.of_torch, self.calls.getters),
             ],
         )
@@ -696,10 +704,11 @@ class StepCapture:
             if p.grad is not None and before is not LIKE
         ]
 
-    def _inputs(self, before: GradientsBefore) -> list[Tensor]:
+    def _inputs(self, before: GradientsBefore, homes: Homes) -> list[Tensor]:
         """The tensors of the batch and those that are carried; `CaptureLater` if they share memory with others."""
         batch, carried = self.batch.tensors, self.state.carried_tensors()
-        if (problem := _shared(batch, carried, _storages([*self.state.memory, *before.memory]))) is not None:
+        memory = _storages([*self.state.memory, *before.memory])
+        if (problem := _shared(batch, homes.others(carried), memory)) is not None:
             raise CaptureLater(problem)
         return [*batch, *carried]
 
@@ -825,7 +834,7 @@ def _refuse_results(results: frozenset[int], gradients: Sequence[Tensor | None],
 def _shared(arguments: Iterable[Tensor], carried: Sequence[Tensor], memory: frozenset[int]) -> str | None:
     """What shares memory with something else that the step uses, in words."""
     if (kept := _storages(carried)) & memory:
-        return _KEPT_SHARES
+        return KEPT_SHARES
     return _SHARES if _storages(arguments) & (memory | kept) else None
 
 

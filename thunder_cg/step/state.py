@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import CellType, MappingProxyType
 from typing import Any, NamedTuple
@@ -43,6 +43,7 @@ from thunder_cg.step.attributes import Attributes, Names, only_sets, own_attribu
 from thunder_cg.step.collector import CONTAINERS, Collector, is_simple
 from thunder_cg.step.facts import Content, Facts, Same, is_equal, subject
 from thunder_cg.step.gradients import place_of
+from thunder_cg.step.other_memory import can_move
 from thunder_cg.step.outside import shared_generator
 from thunder_cg.step.places import Carried, Place, place_of_read
 from thunder_cg.step.reads import GROWING, MISSING, Called, Read, content_of_cell, is_compiled, links_of, own, reads_of
@@ -252,6 +253,10 @@ class StepState:
         tensors = [tensor for value in values for tensor in value.tensors]
         return tensors if are_alike and same_tensors(tensors) == self._same_carried else None
 
+    def let_move(self, positions: Collection[int]) -> None:
+        """Has some of the tensors be anywhere."""
+        self._indices = [i for i in self._indices if i not in positions]
+
     def holds(self) -> bool:
         """Whether nothing has changed, besides what is carried."""
         reads = self._others_simple
@@ -340,10 +345,14 @@ class StepState:
         """Where each is, and how it is laid out."""
         return [place_of(t) if has_storage(t) and not t.is_nested else None for t in self.memory]
 
-    def moved_since(self, places: Sequence[Any]) -> str | None:
-        """What is said of the first tensor that is not where it was; None if all are."""
+    def moved_since(self, places: Sequence[Any], *, may_move: bool = False) -> str | None:
+        """What is said of the first tensor that is not where it was; None if all are.
+
+        Args:
+            may_move: whether one may be elsewhere, and laid out alike: see Note [Homes of tensors] in homes.py.
+        """
         for tensor, then, now in zip(self.tensors, places, self.places_of_tensors()):
-            if now != then:
+            if now != then and not (may_move and _is_alike(tensor, then, now)):
                 return f"{self.name_of(tensor)} got other memory or another shape"
         return None
 
@@ -420,18 +429,31 @@ def _grows(read: Read, value: Any) -> bool:
     return isinstance(owner, (CellType, dict)) or only_sets(owner, name)
 
 
-def newly_carried(before: StepState, after: StepState) -> dict[str, Place]:
-    """What a call has put in the place of tensors, by label: new tensors with the same layout."""
+def _is_alike(tensor: Tensor, then: Any, now: Any) -> bool:
+    """Whether a tensor has other memory, and is laid out there as it was, given its places."""
+    have_memory = then is not None and now is not None and then[0] and now[0]
+    return bool(have_memory and can_move(tensor) and then[1][:4] == now[1][:4])
+
+
+def newly_carried(before: StepState, after: StepState, places: Sequence[Any]) -> dict[str, Place]:
+    """What a call has put in the place of tensors, by label: new tensors with the same layout.
+
+    Args:
+        places: of the state's tensors before. One that got other memory may share that with what is carried.
+    """
     found: dict[str, Place] = {}
     same = [
         fact.value for label, fact in before.facts.items() if isinstance(fact, Same) and after.facts.get(label) == fact
     ]
-    memory = {storage_id(value) for value in same if isinstance(value, Tensor) and has_storage(value)}
-    for label, places in before.places.items():
+    pairs = zip(before.tensors, places, before.places_of_tensors())
+    moved = {id(tensor) for tensor, then, now in pairs if then != now}
+    stay = [each for each in same if isinstance(each, Tensor) and has_storage(each) and id(each) not in moved]
+    memory = {*map(storage_id, stay)}
+    for label, found_at in before.places.items():
         then, now = before.facts[label], after.facts.get(label)
         if not (isinstance(then, Same) and isinstance(now, Same)) or then == now or type(now.value) is not Tensor:
             continue
-        for place, was in reversed(places):
+        for place, was in reversed(found_at):
             carried = Carried.of(value := place.get(), before.device.type)
             if value is was or carried is None or not any(each is now.value for each in tensors_in(value)):
                 continue

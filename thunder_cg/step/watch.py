@@ -11,7 +11,7 @@ Note [Values that nobody reports]
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import starmap
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
@@ -52,7 +52,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._names: dict[int, Any] = {}  # objects and dictionaries, by identity
-        self._lists: list[tuple[Any, Any]] = []  # and deques, with a copy of each
+        self._lists: list[tuple[Any, dict[int, Any], int]] = []  # and deques: what each has by position, and its length
         self._sets: list[set[Any]] = []
         self._versions: list[tuple[Tensor, int]] = []  # of tensors whose values a graph has baked in
         self._values: list[tuple[Callable[[], Any], Any]] = []  # see Note [Values that nobody reports]
@@ -71,12 +71,12 @@ class Watch:
         """Only these of an object's attributes, or of a dictionary's items."""
         self._looked_up.append(_LookedUp(value, type(value), attributes))
 
-    def container(self, value: Any) -> None:
-        """What is in a list, a deque or a set."""
+    def container(self, value: Any, besides: Sequence[int] = ()) -> None:
+        """What is in a list, a deque or a set, but for what a list has at some positions."""
         if isinstance(value, set):
             self._sets.append(value)
         elif isinstance(value, (list, deque)):
-            self._lists.append((value, plain_copy(value)))
+            self._lists.append((value, {i: each for i, each in enumerate(value) if i not in besides}, len(value)))
 
     def version(self, tensor: Tensor) -> None:
         """How often somebody has written to a tensor."""
@@ -112,6 +112,6 @@ class Watch:
         )
 
 
-def _is_unchanged(container: tuple[Any, Any]) -> bool:
-    now, then = container
-    return len(now) == len(then) and all(map(is_, now, then))
+def _is_unchanged(container: tuple[Any, dict[int, Any], int]) -> bool:
+    now, then, length = container
+    return len(now) == length and all(map(is_, map([*now].__getitem__, then), then.values()))

@@ -71,6 +71,9 @@ class CudaBackend:
         stream = cuda.current_raw_stream(cuda.current_device())
         return addresses(cuda.graph_under_capture(stream))
 
+    def storage_uses(self, storage: int) -> int:
+        return 0
+
     def captured_nodes(self) -> int:
         with suppress(RuntimeError, StopIteration):  # the stream is in no capture, or the capture is broken
             return cuda.node_count(cuda.graph_under_capture(cuda.current_raw_stream(cuda.current_device())))

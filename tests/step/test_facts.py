@@ -1,0 +1,48 @@
+"""What is said of a fact that differs has both values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from thunder_cg.step.facts import Same, difference, fact_of
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (fact_of(1), fact_of(2), "x changed from 1 to 2"),
+        (fact_of(1.5), fact_of(float("nan")), "x changed from 1.5 to nan"),
+        (fact_of(0.0), fact_of(-0.0), "x changed from 0.0 to -0.0"),
+        (fact_of("a"), fact_of(None), "x changed from 'a' to None"),
+        ((True, torch.half), (False, torch.half), "x changed from (True, torch.float16) to (False, torch.float16)"),
+        (fact_of([]), Same(torch.zeros(2)), "x changed from a list to a tensor (2,) of float32"),
+        (fact_of(1), fact_of(1), None),
+    ],
+)
+def test_what_is_shown_of_a_fact(before, after, said):
+    assert difference({"x": before}, {"x": after}) == said
+
+
+@pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")
+def test_what_is_shown_of_autocast(step_twins):
+    model = nn.Linear(3, 3).to(step_twins.device)
+    kind = step_twins.device
+
+    def turns(x):
+        torch.set_autocast_enabled(kind, not torch.is_autocast_enabled(kind))
+        return model(x)
+
+    x = torch.ones(2, 3, device=kind)
+    with torch.autocast(kind, torch.bfloat16):
+        step = step_twins.graphed(turns)
+        step(x)
+    on, off = "on with torch.bfloat16", "off with torch.bfloat16"
+    assert f"autocast for {kind} changed from {on} to {off}, in the step" in str([*step.in_python])
+    step = step_twins.graphed(lambda x: model(x))
+    step(x)
+    with torch.autocast(kind, torch.bfloat16):
+        step(x)
+    assert f"noted, since autocast for {kind} changed from " in str([*step.in_python])
+    assert f" to {on}" in str([*step.in_python])
