@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -261,6 +262,18 @@ def test_numbers_have_the_names_of_the_users_code(transform, device):
     number, shape = explain(jitted).changes
     assert (number.names, shape.names) == (("others[0]", "by", "k"), ("x[0]",))
     assert number.problem.startswith("2 values of the Python number others[0] and 2 more so far (0, 1)")
+
+
+def test_numbers_of_a_list_are_one_cause_and_of_an_argument_is_no_buffer(transform, device):
+    def scaled(x: torch.Tensor, sizes: list[int], batch: Any) -> torch.Tensor:
+        return torch.tanh(x * sizes[0] + sizes[1]) * batch.scale
+
+    jitted = thunder.jit(scaled, transforms=[transform()])
+    for sizes, scale in (([1, 2], 1.0), ([3, 2], 1.0), ([3, 4], 1.0), ([3, 4], 2.0)):
+        jitted(torch.ones(2, device=device), sizes, SimpleNamespace(scale=scale))
+    numbers, argument = explain(jitted).changes
+    assert (numbers.names, numbers.values) == (("sizes[0]", "sizes[1]"), 3)
+    assert argument.names == ("batch.scale",) and argument.fix.startswith("pass batch.scale as a 0-dim tensor")
 
 
 @pytest.mark.parametrize(
