@@ -287,6 +287,7 @@ def test_numbers_of_a_list_are_one_cause_and_of_an_argument_is_no_buffer(transfo
 )
 def test_what_to_do_about_a_number_goes_by_its_values(numbers, said) -> None:
     assert for_numbers(numbers).startswith(said) and bool(for_numbers(numbers)) == bool(said)
+    assert ("if the length changes, compute with all elements" in for_numbers(numbers)) == ("slice" in said)
 
 
 def test_of_shapes_that_grow_a_cache_comes_first() -> None:

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from thunder_cg.analysis.advice import SLICE
 from thunder_cg.compat.lines import BEFORE_BREAK
 from thunder_cg.runtime.tensors import ALIGNMENT, Layout
 
@@ -36,7 +35,10 @@ IF_CACHE = (
     'cache), as cache_implementation="static" of Transformers does'
 )
 _IF_DROPOUT = "if it is the p of a dropout, x * (torch.rand_like(x) >= p) / (1 - p) takes a tensor"
-_IF_BOUND = f"if it bounds a slice, {SLICE}; if it is a size, use few values"
+_IF_BOUND = (
+    "if it bounds a slice, x[i + torch.arange(n, device=...)] is x[i : i + n] for fixed n; if the length changes, "
+    "compute with all elements, and mask the rest; if it is a size, use few values"
+)
 _PAD = (
     "pad to a few sizes, and mask the padding in the loss, and in layers that mix positions, such as convolution, "
     "attention and normalization; if there are few shapes in all, nothing has to change: each pays once, and later "
