@@ -105,6 +105,7 @@ def test_advice_for_a_read_in_a_file_that_cannot_be_read(tmp_path: Path) -> None
         ("torch.repeat_interleave y = x", "in the place of repeat_interleave(x, counts)"),
         ("torch.nonzero", "with n rows always, filled up with -1, the index of the last element; or"),
         ("getitem y = x[x > 0]", "mask.unsqueeze(-1) for rows, in the place of x[mask]: it keeps the shape of x"),
+        ("getitem loss = F.cross_entropy(logits[mask], y[mask])", "torch.where(mask, target, -100)) in the place of"),
         ("torch.unique", FIXED_SIZE),
     ],
 )

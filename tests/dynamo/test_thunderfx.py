@@ -708,6 +708,11 @@ def test_the_report_says_why_dynamo_compiled_anew(backend, device):
     assert not explain(other).recompilations and "anew" not in str(explain(other))
 
 
+def test_a_global_variable_of_another_file_has_its_name_alone():
+    reason = "0/0: len(G['__import_train'].seen) == G['most']   # seen.append(x)  # code/train.py:7 in f"
+    assert _condition(reason, None) == ("len(seen) == most", "train.py:7")
+
+
 class _Counts(nn.Module):
     def __init__(self, start):
         super().__init__()

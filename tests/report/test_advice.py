@@ -7,6 +7,7 @@ import random
 import re
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -609,9 +610,8 @@ def test_all_that_dynamo_leaves_to_python_is_said():
     assert f"so Dynamo compiles nothing of forward (from test_advice.py:{second + 1} on), and has not looked" in said
     assert "to change it: choose with torch.where" in said and "reorderable_logging_functions.add(print)" in said
     why = _not_captured({"f": explain(compiled)})
-    assert f"f: forward (from test_advice.py:{second + 1} on) is left to plain Python" in why, (
-        "the command exits with 1"
-    )
+    said = f"not captured: f: forward (from test_advice.py:{second + 1} on) is left to plain Python"
+    assert said in why, "the command exits with 1"
 
 
 class _Attributes(dict):  # type: ignore[type-arg]
@@ -644,6 +644,44 @@ def test_advice_of_a_module_that_does_not_compile_as_the_size_of_a_result_is_unk
         compiled(torch.ones(2))
     said = str(explain(compiled))
     assert "torch.where(mask, x, 0.0)" in said and "thunderfx" not in said
+
+
+@pytest.mark.parametrize("compiles", ["jit", "thunderfx"])
+def test_advice_for_a_mask_before_a_loss_gives_the_same_loss(compiles):
+    def masks(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        mask = y > 0
+        return torch.nn.functional.cross_entropy(x[mask], y[mask])
+
+    def better(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(x, torch.where(y > 0, y, -100))
+
+    def compiled_by(fn: Callable[..., Any]) -> Any:
+        options = {"transforms": [cudagraph_transform(backend="tape")]}
+        return thunder.jit(fn, **options) if compiles == "jit" else thunderfx(fn, backend="tape")
+
+    compiled = compiled_by(masks)
+    x, y = torch.randn(4, 3), torch.tensor([0, 1, 2, 1])
+    with pytest.raises(NotImplementedError) if compiles == "jit" else nullcontext():
+        compiled(x, y)
+    assert "cross_entropy(logits, torch.where(mask, target, -100)) in the place" in str(explain(compiled))
+    torch._dynamo.reset()
+    torch.testing.assert_close(compiled_by(better)(x, y), masks(x, y))
+
+
+def test_advice_for_a_tensor_that_an_earlier_compilation_has_kept():
+    kept: dict[str, torch.Tensor] = {}
+
+    def caches(x: torch.Tensor, name: str) -> torch.Tensor:
+        if not kept:
+            kept["x"] = torch.arange(3) * 2
+        return x * kept["x"]
+
+    compiled = thunder.jit(caches, transforms=[cudagraph_transform(backend="tape")])
+    compiled(torch.ones(3), "a")
+    with pytest.raises(AssertionError, match="has history None"):
+        compiled(torch.ones(3), "b")
+    said = str(explain(compiled))
+    assert "an earlier compilation has left in a cache" in said and "dict.__setitem__ at test_advice.py:" in said
 
 
 def test_advice_of_a_plan_for_what_is_made_on_another_device_holds_after_it_is_moved():

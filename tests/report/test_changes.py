@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -263,6 +264,18 @@ def test_numbers_have_the_names_of_the_users_code(transform, device):
     assert number.problem.startswith("2 values of the Python number others[0] and 2 more so far (0, 1)")
 
 
+def test_numbers_of_a_list_are_one_cause_and_of_an_argument_is_no_buffer(transform, device):
+    def scaled(x: torch.Tensor, sizes: list[int], batch: Any) -> torch.Tensor:
+        return torch.tanh(x * sizes[0] + sizes[1]) * batch.scale
+
+    jitted = thunder.jit(scaled, transforms=[transform()])
+    for sizes, scale in (([1, 2], 1.0), ([3, 2], 1.0), ([3, 4], 1.0), ([3, 4], 2.0)):
+        jitted(torch.ones(2, device=device), sizes, SimpleNamespace(scale=scale))
+    numbers, argument = explain(jitted).changes
+    assert (numbers.names, numbers.values) == (("sizes[0]", "sizes[1]"), 3)
+    assert argument.names == ("batch.scale",) and argument.fix.startswith("pass batch.scale as a 0-dim tensor")
+
+
 @pytest.mark.parametrize(
     ("numbers", "said"),
     [
@@ -274,6 +287,7 @@ def test_numbers_have_the_names_of_the_users_code(transform, device):
 )
 def test_what_to_do_about_a_number_goes_by_its_values(numbers, said) -> None:
     assert for_numbers(numbers).startswith(said) and bool(for_numbers(numbers)) == bool(said)
+    assert ("if the length changes, compute with all elements" in for_numbers(numbers)) == ("slice" in said)
 
 
 def test_of_shapes_that_grow_a_cache_comes_first() -> None:

@@ -203,6 +203,21 @@ def test_a_number_that_changes_is_named_and_the_advice_helps() -> None:
     assert trace.replays == 1 and trace.counts["eager"] == 0
 
 
+def test_a_number_of_the_module_that_changes_is_named() -> None:
+    class Scales(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.relu(torch.relu(x) * self.factor) * 2
+
+    module = Scales()
+    compiled = thunderfx(module, backend="tape")
+    for i in range(3):
+        module.factor = i + 0.5
+        compiled(torch.ones(2))
+    (cause,) = explain(compiled).causes
+    assert cause.detail.startswith("'self.factor' is a Python number that changes from call to call")
+    assert cause.fix.startswith("make self.factor a 0-dim tensor with register_buffer")
+
+
 def test_an_op_in_a_module_of_pytorchs_has_the_name_of_the_module() -> None:
     class Net(torch.nn.Module):
         def __init__(self) -> None:

@@ -150,10 +150,15 @@ def test_what_thunder_leaves_to_inductor_is_not_silent(monkeypatch: pytest.Monke
 @pytest.mark.usefixtures("cut")
 def test_what_inductor_gets_is_an_error_with_strict_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     run_what_inductor_gets(monkeypatch)
-    monkeypatch.setattr("thunder_cg.dynamo.compiler.objections", lambda *_: _object_to_sinc)
+
+    def object_to_sinc(node: torch.fx.Node) -> str | None:
+        return (said := _object_to_sinc(node)) and f"{said}; drop it"
+
+    monkeypatch.setattr("thunder_cg.dynamo.compiler.objections", lambda *_: object_to_sinc)
     line = f"{Path(__file__).name}:{half_supported.__code__.co_firstlineno + 1}"
     with pytest.raises(
-        torch._dynamo.exc.BackendCompilerFailed, match=rf"sinc at {line}: runs eagerly, as Inductor got it"
+        torch._dynamo.exc.BackendCompilerFailed,
+        match=rf"sinc at {line}: runs eagerly, as Inductor got it and no trace has it: [^;]*; drop it, or drop strict",
     ):
         thunderfx(half_supported, backend="tape", strict="ops")(torch.randn(4))
 

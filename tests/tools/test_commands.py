@@ -126,6 +126,28 @@ def test_explain_finds_parts_of_modules_and_what_lists_hold(tmp_path: Path, caps
     )
 
 
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("def f(x):\n  print('x')\n  return torch.sin(x) * 2", "other than in PyTorch: jf: print() at lost.py:"),
+        ("class f(torch.nn.Module):\n  last = 0\n  def forward(self, x):\n    self.last = torch.sin(x) * 2\n"
+         "    return self.last + 1\nf = f()", "other than in PyTorch: jf: self.last at lost.py:"),
+        ("def f(x): return torch.sin(x * p) * 2\np = torch.ones(3, requires_grad=True)\nkept = []",
+         "not captured: jf: the forward of f, which ran 6 times, never replayed: all 2 memory pools are in use"),
+    ],
+)  # fmt: skip
+def test_explain_ends_with_an_error_if_something_is_lost_or_nothing_replays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], script: str, said: str
+) -> None:
+    path = tmp_path / "lost.py"
+    jit = "thunder.jit(f, transforms=[cudagraph_transform(backend='tape', max_arenas=2)])"
+    keep = "kept.append(jf(torch.ones(3)))" if "kept" in script else "jf(torch.ones(3))"
+    start = SINE.partition("jsine")[0]
+    path.write_text(f"{start}{script}\njf = {jit}\nfor _ in range(6): {keep}\n")
+    assert main(["explain", str(path)]) == 1
+    assert said in capsys.readouterr().err
+
+
 def test_explain_ends_as_a_script_that_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "fails.py"
     path.write_text(f"{SINE}for _ in range(3): jsine(torch.ones(3))\nraise SystemExit('no data')")

@@ -281,8 +281,10 @@ class _Classifier:
             fix = "keep the number on the device, as a 0-dim tensor"
             return Cause(Reason.RUNTIME_NUMBER, detail, fix)
         detail = f"{name!r} is a Python number that changes from call to call, and a graph would keep it"
+        of_module = f"make {name} a 0-dim tensor with register_buffer, and write it in place"
+        fix = of_module if name.startswith("self.") else f"pass {name} as a 0-dim tensor on the device"
         few = "if it has few values, set torch._dynamo.config.specialize_float = True, and Dynamo compiles for each"
-        return Cause(Reason.RUNTIME_NUMBER, detail, f"pass {name} as a 0-dim tensor on the device; {few}")
+        return Cause(Reason.RUNTIME_NUMBER, detail, f"{fix}; {few}")
 
     def on_device(self, op: Op, devices: Mapping[str, str]) -> Cause | None:
         """Whether all tensors are on one device, of the type that is captured."""

@@ -67,6 +67,9 @@ _HINTS: dict[tuple[str, ...], str] = {
         "has changed while it traced, change it after the call, or use thunder_cg.thunderfx, which leaves it to Python",
     ("boolean advanced indexing", "not support tensor repeats", "DynamicOutputShape", "only specifying a condition"):
         _SIZED,
+    ("has history None",):
+        "for a tensor that an earlier compilation has left in a cache of Python's, such as a dictionary, fill the "
+        "cache before the first call, or compute it in each call, or use thunder_cg.thunderfx, which fills it",
     ("too few dimensions",):
         "for a 0-dim tensor on the CPU, whose gradient Thunder gives another shape, compute it under torch.no_grad(), "
         "or give it a dimension, as with keepdim=True, or use a GPU",
@@ -120,7 +123,7 @@ def to_try(problem: str, line: SourceLine | None = None, *, is_of_dynamo: bool, 
 def _completed(hint: str, problem: str, line: SourceLine | None, *, is_of_dynamo: bool) -> str:
     """A hint with what is known of the line, and with what else is there for `thunder.jit`."""
     if hint == _SIZED:
-        return f"{hint}{for_size(problem)}"
+        return hint + for_size(f"{problem} {(line and line.text) or ''}")
     if hint not in (_READ, _NUMPY):
         return hint
     if hint == _READ and (fix := for_read(line)) != KEEP_ON_DEVICE:

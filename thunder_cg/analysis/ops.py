@@ -57,7 +57,7 @@ class Value:
     @property
     def is_dynamos(self) -> bool:
         """Whether Dynamo has named it, which knows the user's name."""
-        return _DYNAMOS.fullmatch(self.name) is not None
+        return self.name.startswith(("l_", "g_"))
 
     @property
     def users_name(self) -> str:

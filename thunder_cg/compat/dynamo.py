@@ -88,7 +88,7 @@ _OF_MODULES = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
 _OF_HOOK = re.compile(
     r"([\w.]+)\._\w*hooks\[list\(dict\.keys\(.*?_hooks\)\)\[\d+\]\](?:\.__closure__\[\d+\]\.cell_contents)?"
 )
-_GLOBAL = re.compile(r"\bG\['(\w+)'\]")
+_GLOBAL = re.compile(r"\bG\['(?:__import_\w+'\]\.)?(\w+)(?:'\])?")
 
 
 def users_names(graph: torch.fx.Graph, parameters: Sequence[str] = ()) -> dict[str, str]:

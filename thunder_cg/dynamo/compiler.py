@@ -38,6 +38,7 @@ from thunder_cg.dynamo.writes import makes_only_views, order_counts
 from thunder_cg.errors import CaptureError, OptionError, TransformConflictError
 from thunder_cg.options import taken_from
 from thunder_cg.progress import Stage
+from thunder_cg.report.breaks import graph_breaks
 from thunder_cg.report.programs import graph_name, jitted_parts, outside_of, part_name, refuse_compiled
 from thunder_cg.runtime.compilation import NAMES, name_of, with_advice
 from thunder_cg.transform import cudagraph_transform
@@ -101,8 +102,9 @@ class Compiler(ThunderCompiler):
         if any(getattr(each, "strict", None) == "ops" for each in options):
             for outside in outside_of("the graph", self.subgraph_infos[-1]):
                 where = f"{outside.operator} at {outside.line or 'a line unknown to Dynamo'}"
-                problem = f"runs eagerly, as Inductor got it and no trace has it: {outside.reason}"
-                raise CaptureError(where, problem, "use an operator that Thunder traces", option='strict="ops"')
+                reason, _, fix = outside.reason.partition("; ")
+                problem = f"runs eagerly, as Inductor got it and no trace has it: {reason}"
+                raise CaptureError(where, problem, fix or "use an operator that Thunder traces", option='strict="ops"')
         return put_back(module if only_views else compiled)
 
     def note_dynamos_failure(self, error: Exception, stack: Sequence[FrameSummary]) -> None:
@@ -200,19 +202,22 @@ def _parameters(fn: Any) -> tuple[str, ...]:
 
 
 class _SeesPlainPython:
-    """Sees after a call whether anything ran that Thunder had compiled.
+    """Sees after a call whether anything ran that Thunder had compiled, and logs each graph break once.
 
-    If not, `CaptureError` with ``strict``; else the log warns once if none of the first calls did.
+    If nothing ran, `CaptureError` with ``strict``; else the log warns once if none of the first calls did.
 
     What has an ``__dict__`` would be part of the state of a graphed step, and these numbers change.
     """
 
-    __slots__ = ("_backend", "_calls", "_is_done", "_is_strict", "_ran")
+    __slots__ = ("_backend", "_breaks", "_calls", "_graphs", "_is_done", "_is_strict", "_ran")
 
     def __init__(self, backend: Compiler, is_strict: bool) -> None:
         self._backend, self._is_strict, self._is_done, self._calls, self._ran = backend, is_strict, False, 0, 0
+        self._breaks, self._graphs = set[str](), 0
 
     def __call__(self) -> None:
+        if len(self._backend.subgraph_infos) > self._graphs:
+            self._log_breaks()
         if self._is_done:
             return
         before, self._calls = self._ran, self._calls + 1
@@ -227,3 +232,14 @@ class _SeesPlainPython:
                 _logger.warning(
                     "%s: all of the first %d calls %s; %s", self._backend.function, _FIRST_CALLS, problem, fix
                 )
+
+    def _log_breaks(self) -> None:
+        """Warns of the graph breaks of new graphs."""
+        graphs = self._backend.subgraph_infos
+        for number in range(self._graphs, len(graphs)):
+            for each in graph_breaks(graph_name(self._backend.function, number), graphs[number]):
+                said = f"graph break at {each.line or 'a line unknown to Dynamo'}: {each.reason}; {each.fix}"
+                if said not in self._breaks:
+                    self._breaks.add(said)
+                    _logger.warning("%s: %s", each.function, said)
+        self._graphs = len(graphs)

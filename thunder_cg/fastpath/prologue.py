@@ -128,7 +128,7 @@ class PrologueChecks:
             elif check in CHECKS_OF_CONTAINERS:
                 yield "items", name, value
             elif is_number and not _DYNAMOS_SIZE.fullmatch(name):  # a shape says the same
-                is_attribute = path[0] is PrimIDs.UNPACK_ATTR and cell is None
+                is_attribute = path[0] is PrimIDs.UNPACK_ATTR and name.startswith("self.")
                 yield "attribute" if is_attribute else "number", name, value
             elif check in _CONSTANTS:
                 yield "constant", name, repr(value)

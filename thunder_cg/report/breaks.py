@@ -42,7 +42,7 @@ _CHECK = (
 _SKIPPED = "Attempted to call function marked as skipped"
 _BUILTINS_NAME = re.compile(r"the (?:Python )?builtin `(?:<unknown module>\.)?([\w.]+?)\.?`")
 _SIZED = re.compile(r"Operator `([\w.]+?)(?:\.default)?`(?:'s output shape depends| does not have a meta kernel)")
-_NONZERO = re.compile(r"nonzero|argwhere")
+_OF_NONZERO = re.compile("nonzero|argwhere|cross_entropy")
 _BUILTIN = "call it outside of the compiled function, and pass what it returns as a tensor"
 _CHANGES = "change it after the call, with what the call returns"
 _WARN = (
@@ -235,7 +235,7 @@ def _understood(said: str, frames: Sequence[SourceLine], stack: Sequence[Any]) -
         return first, _ASYNC
     if (sized := _SIZED.search(said)) is not None:  # traced, it would be left to Inductor
         operator = re.sub(r"aten\._?unique\w*", "torch.unique", sized[1])
-        about = " ".join(_NONZERO.findall(line)) if operator == "aten.nonzero" else operator  # which x[mask] calls, too
+        about = " ".join(_OF_NONZERO.findall(line)) if operator == "aten.nonzero" else operator  # x[mask] calls it, too
         fix = for_size(about) if operator.startswith(("aten.", "torch.")) else _OUTSIDE
         users = "nonzero returns, which x[mask] and torch.where(mask) call," if operator == "aten.nonzero" else ""
         return f"the size of what {users or f'{operator} returns'} depends on what tensors hold", fix

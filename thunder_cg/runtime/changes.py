@@ -11,6 +11,7 @@ Note [Why nothing replays]
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ FEW = 6  # changes in a row
 VERSIONS = ("shape", "number", "attribute", "constant", "items")  # Thunder compiles for each value
 _MOST_VALUES = 1024  # of one input that are kept
 _SHOWN = 3
+_ITEM = re.compile(r"(.+)\[\d+\]")
 AFTER_BREAK = "change what ends the graph before it"
 
 _NEW_VERSION = "each new {} compiles anew in Thunder{{took}}, warms up and captures"
@@ -33,7 +35,10 @@ IF_CACHE = (
     'cache), as cache_implementation="static" of Transformers does'
 )
 _IF_DROPOUT = "if it is the p of a dropout, x * (torch.rand_like(x) >= p) / (1 - p) takes a tensor"
-_IF_BOUND = "if it bounds a slice, x[i + torch.arange(n, device=...)] is x[i : i + n]; if it is a size, use few values"
+_IF_BOUND = (
+    "if it bounds a slice, x[i + torch.arange(n, device=...)] is x[i : i + n] for fixed n; if the length changes, "
+    "compute with all elements, and mask the rest; if it is a size, use few values"
+)
 _PAD = (
     "pad to a few sizes, and mask the padding in the loss, and in layers that mix positions, such as convolution, "
     "attention and normalization; if there are few shapes in all, nothing has to change: each pays once, and later "
@@ -204,8 +209,11 @@ class Changes:
         return change
 
     def add_between(self, kind: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> CallChange | None:
-        """Counts the inputs whose values differ, if any do."""
+        """Counts the inputs whose values differ, if any do. Of a list with numbers, all are one input."""
         names = [name for name, value in after.items() if before.get(name, value) != value]
+        if kind == "number":
+            lists = {each[1] for name in names if (each := _ITEM.fullmatch(name))}
+            names = [n for n in after if n in names or ((each := _ITEM.fullmatch(n)) and each[1] in lists)]
         values = (tuple(each[name] for name in names) for each in (before, after))
         return self.add(kind, names, *values) if names else None
 

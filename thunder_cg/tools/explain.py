@@ -40,9 +40,9 @@ if a result requires grad, each call is followed by a backward of the sum of the
 
 If FILE raises, ends with an error or is interrupted, the reports say what happened until then.
 
-Exits with 0 if all operators are captured, 1 if some are eager or left to Python, a region or a step has no graph,
-nothing is compiled or FILE raises, with the reasons on the standard error, 2 for wrong arguments, 130 if it is
-interrupted, and as FILE does if that calls sys.exit with an error."""
+Exits with 0 if all operators are captured, 1 if some are eager or left to Python, a region or a step has no graph, or
+no call replays one, nothing is compiled, something is not as in PyTorch, or FILE raises, with the reasons on the
+standard error, 2 for wrong arguments, 130 if interrupted, and as FILE does if that calls sys.exit with an error."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
         return _status(raised[0])
     why = _not_captured(reports)
     for said in why:
-        print(f"not captured: {said}", file=sys.stderr)
+        print(said, file=sys.stderr)
     return int(bool(why))
 
 
@@ -273,18 +273,19 @@ def _callables(variables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _not_captured(reports: Mapping[str, Report | StepReport]) -> list[str]:
-    """Why the command exits with 1: operators that are eager, and regions and steps without a graph.
+    """Why the command exits with 1: operators that are eager, regions and steps without a graph, and what is lost.
 
     The graph of a step holds all that ran inside of the step, so nothing else has to be captured then.
     """
     from thunder_cg import Report
 
     of_steps = {label: report for label, report in reports.items() if not isinstance(report, Report)}
-    why = [f"{label}: no call was captured" for label, report in of_steps.items() if not report.captures]
+    why = [f"not captured: {label}: no call was captured" for label, report in of_steps.items() if not report.captures]
     steps_are_captured = bool(of_steps) and not why
     for label, report in reports.items():
         if isinstance(report, Report):
-            why += (f"{label}: {said}" for said in _not_in_graphs(report, steps_are_captured))
+            why += (f"not captured: {label}: {said}" for said in _not_in_graphs(report, steps_are_captured))
+            why += (f"other than in PyTorch: {label}: {said}" for said in report.differs)
     return why
 
 
@@ -305,6 +306,9 @@ def _not_in_graphs(report: Report, steps_are_captured: bool) -> Iterator[str]:
             yield f"{count(report.python_calls, 'call')} ran in plain Python"
     alike: dict[tuple[str, str, int, int], list[tuple[TraceReport, str]]] = {}  # versions of one function
     for trace in traces:
+        if trace.fallbacks and trace.captures and not trace.replays:
+            why = max(trace.fallbacks, key=lambda reason: trace.fallbacks[reason])
+            yield f"the {trace.kind} of {trace.function}, which ran {count(trace.calls, 'time')}, never replayed: {why}"
         if without := [region for region in trace.regions if not region.captures or region.failure is not None]:
             same = trace.kind, trace.function, trace.calls, len(without)
             alike.setdefault(same, []).append((trace, without[0].name))
