@@ -530,10 +530,13 @@ class SeenNode(NamedTuple):
             _, _, line = (node.stack_trace or "").strip().rpartition("\n")
             is_from_numpy = node.target is torch.as_tensor and "from_numpy" in line  # which Dynamo writes so
             operator = "torch.from_numpy" if is_from_numpy else f"torch.{operator_name(node)}"
+        elif is_of_transform(node):
+            operator = "a transform of torch.func"
         return cls(node.stack_trace, operator, not is_of_transform(node))
 
 
 JOINED = "thunder_cg_joined"  # in the meta of a node that stands for others: a `SeenNode` of each, by its name
+APART = "thunder_cg_apart"  # in the meta of a node of a piece of Inductor's: why the piece is no operator of a trace
 
 
 def is_of_transform(node: Node) -> bool:

@@ -6,6 +6,7 @@ import copy
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from inspect import signature
 from traceback import FrameSummary
 from typing import Any
@@ -77,7 +78,7 @@ class Compiler(ThunderCompiler):
         """
         only_views = makes_only_views(module.graph)
         is_symbolic = "symbolic" in str(self.thunder_options.get("cache")).lower()  # else a trace has one set of sizes
-        join = (lambda parts, _: parts) if is_symbolic else join_pieces
+        join = partial(join_pieces, is_symbolic=is_symbolic)
         names, of_graph = users_names(module.graph, self.parameters), inputs_of(module.graph, self.inputs.values())
         try:
             specialize_floats(module)
@@ -99,7 +100,7 @@ class Compiler(ThunderCompiler):
         self._name_parts(names)
         options = (getattr(each, "options", None) for each in self.thunder_options.get("transforms") or ())
         if any(getattr(each, "strict", None) == "ops" for each in options):
-            for outside in outside_of("the graph", self.subgraph_infos[-1]):
+            for outside in (each for each in outside_of("the graph", self.subgraph_infos[-1]) if each.cost):
                 where = f"{outside.operator} at {outside.line or 'a line unknown to Dynamo'}"
                 problem = f"runs eagerly, as Inductor got it and no trace has it: {outside.reason}"
                 raise CaptureError(where, problem, "use an operator that Thunder traces", option='strict="ops"')
