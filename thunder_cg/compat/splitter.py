@@ -287,6 +287,7 @@ def keeping_fallbacks(
     rewrite: Callable[[GraphModule], None],
     join: Callable[[dict[Node, int], frozenset[int]], dict[Node, int]],
     around_inductor: Callable[[Callable[..., Any]], Callable[..., Any]],
+    succeeded: set[Any],
 ) -> Iterator[None]:
     """Inside, Thunder's splitter keeps operators that Thunder calls as they are, if it can trace them.
 
@@ -299,9 +300,10 @@ def keeping_fallbacks(
         join: gets the number of the part of each call in a graph, and the numbers of Thunder's parts, before it is
             split. It may rewrite the graph, and returns the numbers by which it is split.
         around_inductor: gets what has Inductor compile a piece, and returns what to call in its place.
+        succeeded: trials of operators that need not be made again, to which others are added.
     """
     is_supported = utils.is_node_supported_by_thunder
-    try_symbol, succeeded = utils.try_execute_thunder_symbol, set()
+    try_symbol = utils.try_execute_thunder_symbol
     split = splitter.split_module
     untracked = cache(without_gradient)
 

@@ -59,6 +59,7 @@ class Compiler(ThunderCompiler):
         failure: what was raised last.
         parameters: of the user's function, by position, if it is a module of PyTorch's, called with ``*args``.
         inputs: what its graphs are for, by their numbers.
+        succeeded: trials of operators that its graphs share, since a function compiled anew is mostly as before.
     """
 
     function = "a function"
@@ -69,6 +70,7 @@ class Compiler(ThunderCompiler):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.inputs: dict[int, GraphInputs] = {}
+        self.succeeded: set[Any] = set()
 
     def __call__(self, module: torch.fx.GraphModule, *inputs: Any) -> Any:
         """Compiles one of Dynamo's graphs.
@@ -86,7 +88,11 @@ class Compiler(ThunderCompiler):
             put_back = take_out_numbers(module)
             with (
                 keeping_fallbacks(
-                    objections(module, self.thunder_options), take_out_numbers_of_parts, join, keeping_layouts
+                    objections(module, self.thunder_options),
+                    take_out_numbers_of_parts,
+                    join,
+                    keeping_layouts,
+                    self.succeeded,
                 ),
                 Stage(lambda: "splitting a graph of Dynamo's"),
             ):
