@@ -302,8 +302,7 @@ def keeping_fallbacks(
         around_inductor: gets what has Inductor compile a piece, and returns what to call in its place.
         succeeded: trials of operators that need not be made again, to which others are added.
     """
-    is_supported = utils.is_node_supported_by_thunder
-    try_symbol = utils.try_execute_thunder_symbol
+    is_supported, try_symbol = utils.is_node_supported_by_thunder, utils.try_execute_thunder_symbol
     split = splitter.split_module
     untracked = cache(without_gradient)
 
