@@ -121,4 +121,4 @@ def deterministic() -> Iterator[None]:
 @pytest.fixture
 def cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor's pieces stay apart, as where sizes change."""
-    monkeypatch.setattr("thunder_cg.dynamo.compiler.join_pieces", lambda parts, of_thunder: parts)
+    monkeypatch.setattr("thunder_cg.dynamo.compiler.join_pieces", lambda parts, _, **__: parts)

@@ -220,28 +220,43 @@ def test_a_piece_goes_with_what_has_it(monkeypatch):
     assert [each() for each in made] == [None, None]
 
 
+def _apart_in_a_checkpoint(x):
+    return torch.utils.checkpoint.checkpoint(torch.vmap(torch.exp), x * 2, use_reentrant=False).sin()
+
+
+def _there_and_back(x):
+    window = torch.ones(8)
+    return torch.istft(torch.stft(x.sin(), 8, 2, window=window, return_complex=True), 8, 2, window=window) * 2
+
+
 @pytest.mark.parametrize(
-    "function",
+    ("function", "options", "reason"),
     [
-        pytest.param(lambda x: (x * 2).data.mul_(3) + x, id="writes to what the trace made"),
-        pytest.param(
-            lambda x: (
-                torch.istft(
-                    torch.stft(x.sin(), 8, 2, window=torch.ones(8), return_complex=True), 8, 2, window=torch.ones(8)
-                )
-                * 2
-            ),
-            id="reads on the host",
-        ),
-        pytest.param(lambda x: x / x.mean(), id="a scalar on the CPU"),
+        (lambda x: (x * 2).data.mul_(3) + x, {}, "it returns a view of what it gets"),
+        (_there_and_back, {}, "a CUDA graph may be unable to hold aten._fft_r2c"),
+        (lambda x: x / x.mean(), {}, "it returns what mean returns, a 0-dim tensor"),
+        (lambda x: x / x.mean(), {"cache": "symbolic values", "dynamic": True}, 'with cache="symbolic values"'),
+        (lambda x: torch.vmap(torch.exp)(x), {}, "Thunder traces nothing around it"),
+        (_apart_in_a_checkpoint, {}, "it takes wrap_body_0, which Dynamo's graph holds itself"),
+        pytest.param(lambda x: x[x > 0].sum(0, keepdim=True) * x, {}, "it has sizes that depend on", marks=nightly),
     ],
 )
-def test_what_stays_apart(function):
-    graphed = thunderfx(function, backend="tape", dynamic=False)
+def test_what_stays_apart(function, options, reason):
+    graphed = thunderfx(function, backend="tape", **{"dynamic": False, **options})
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        for _ in range(3):
+            x = torch.randn(2, 32, requires_grad=True)
+            torch.testing.assert_close(graphed(x), function(x))
+    report = explain(graphed)
+    assert report.outside and all(part.apart for part in report.outside)
+    assert f"why: its piece is in no graph: {reason}" in str(report)
+
+
+def test_a_piece_in_the_trace_is_captured_as_strict_ops_wants():
+    graphed = thunderfx(_one, backend="tape", dynamic=False, strict="ops")
     for _ in range(3):
-        x = torch.randn(2, 32, requires_grad=True)
-        torch.testing.assert_close(graphed(x), function(x))
-    assert explain(graphed).outside
+        graphed(torch.randn(4, 8), torch.randn(8, 8))
+    assert explain(graphed).joined
 
 
 def test_a_module(backend, device):

@@ -593,6 +593,24 @@ def corrects(x):
     return y
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_masks_that_are_combined_in_place(grad):
+    """As torchvision's FCOS does."""
+
+    def masked(x):
+        inside = x > -1
+        inside &= x < 1
+        inside |= x > 2
+        inside ^= x > 3
+        return torch.where(inside, x * 2, x.sin())
+
+    graphed = thunderfx(masked, backend="tape", dynamic=False)
+    for _ in range(3):
+        x = torch.linspace(-2, 4, 16, requires_grad=grad)
+        assert torch.equal(graphed(x), masked(x))
+    assert not explain(graphed).outside and not explain(graphed).joined
+
+
 @pytest.mark.parametrize("fn", each_and_all(corrects, divides, multiplies, routes, chains, activates))
 def test_gradients_of_operators_in_place(backend, device, fn):
     """Thunder's own are wrong for these: its backward reads what was overwritten."""
@@ -704,6 +722,20 @@ def test_multi_head_attention_trains(backend, device, dropout):
 
 
 # With the least dropout, other kernels run, and nothing is dropped.
+@pytest.mark.parametrize("options", [{"enable_gqa": False}, {"is_causal": True}, {"attn_mask": True}], ids=str)
+def test_attention_by_keywords(backend, device, deterministic, options):
+    """As Diffusers does. Without groups, and with a mask."""
+
+    def attend(x):
+        q = x.view(2, 5, 4, 2).transpose(1, 2)
+        others = {"attn_mask": q[0, 0, :, :1] < 1} if "attn_mask" in options else options
+        return F.scaled_dot_product_attention(query=q, key=q.sin(), value=q.cos(), **others)
+
+    graphed = trains_alike(Around(attend).to(device), lambda: torch.randn(2, 5, 8, device=device), backend, 1e-5)
+    assert one_region_each_way(graphed)
+    assert not explain(graphed).joined
+
+
 DROPOUTS = [0.0, 1e-30]
 
 

@@ -1138,3 +1138,35 @@ def test_layers_under_autocast_are_one_piece(inside):
     assert not (report.outside or report.causes) and [len(trace.regions) for trace in report.traces] == [1, 1]
     gradients = [[p.grad for p in each.parameters()] for each in (model, twin)]
     torch.testing.assert_close(*gradients, atol=0.05, rtol=0.05)
+
+
+def test_what_the_first_call_sets_is_said_and_the_second_version_tries_no_operator_again(monkeypatch):
+    """As the configurations of Transformers' classifiers: an attribute of theirs is looked up by a method."""
+
+    class Settings:
+        kind = None
+
+        def __getattribute__(self, name):
+            return super().__getattribute__(name)
+
+    class Classifier(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.settings = Settings()
+
+        def forward(self, x):
+            if self.settings.kind is None:
+                self.settings.kind = "single"
+            return (x.sin() * 2).exp()
+
+    tried = []
+    real = utils.try_execute_thunder_symbol
+    monkeypatch.setattr(utils, "try_execute_thunder_symbol", lambda *args: tried.append(args) or real(*args))
+    compiled, counts = thunderfx(Classifier(), backend="tape", dynamic=False), []
+    for _ in range(2):
+        compiled(torch.ones(3))
+        counts.append(len(tried))
+    assert counts[0] == counts[1] > 0
+    (again,) = explain(compiled).recompilations
+    assert again.condition == "self.settings.kind is None"
+    assert "make self.settings.kind before the first call" in str(explain(compiled))

@@ -274,6 +274,7 @@ def recompiled(backend: ThunderCompiler) -> Iterator[Recompiled]:
                     yield Recompiled(_place_of(code, backend), condition, line)
 
 
+_ATTRIBUTE = re.compile(r"object\.__getattribute__\(([\w.]+), '(\w+)'\)")
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(\w+)_at_(\d+)")
 
 
@@ -299,6 +300,7 @@ def _condition(reason: str, backend: ThunderCompiler) -> tuple[str, str]:
     condition = _with_names(_LEFT.sub(BEFORE_BREAK, condition), getattr(backend, "parameters", ()))
     condition = _GLOBAL.sub(r"\1", condition.replace("GLOBAL_STATE changed: ", MODE).strip())
     condition = condition.replace(f"{MODE}grad_mode", f"{MODE}whether gradients are enabled")
+    condition = _ATTRIBUTE.sub(r"\1.\2", condition)
     condition = _OF_HOOK.sub(r"a variable of a hook of \1", _OF_MODULES.sub(r".\1", condition))
     is_of_another = condition.startswith("BACKEND_MATCH")  # a call of another function with the same code
     return ("" if is_of_another else condition), (found[1] if found else "")

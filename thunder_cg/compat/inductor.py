@@ -19,11 +19,12 @@ from torch.fx.node import _side_effectful_functions
 
 from thunder_cg.compat.splitter import is_of_unknown_size
 
-__all__ = ["OneWay", "compile_each_way", "draws", "is_called_as_it_is", "name_of_kernel"]
+__all__ = ["RETURNS_VIEW", "OneWay", "StaysApart", "compile_each_way", "draws", "is_called_as_it_is", "name_of_kernel"]
 
 # Both ways are compiled at once, and the backward does not write to what the forward has saved.
 _SETTINGS = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True, "donated_buffer": False}
 _OWN_MEMORY = (OutputType.non_alias, OutputType.unsafe_view_alias)
+RETURNS_VIEW = "it returns a view of what it gets, or two results in one memory; return x.clone() for the view x"
 _WAITS = frozenset({torch.Tag.data_dependent_output, torch.Tag.cudagraph_unsafe})
 
 
@@ -44,13 +45,13 @@ class OneWay(NamedTuple):
     functions: frozenset[Any]
 
 
-class _Refused(Exception):
-    """The caller refuses a function of the graph."""
+class StaysApart(Exception):
+    """Why a piece of a graph is no operator of a trace, and, behind a semicolon, what changes that."""
 
 
 def compile_each_way(
     module: GraphModule, inputs: Sequence[Any], is_refused: Callable[[Any], bool]
-) -> tuple[OneWay, OneWay | None, list[int]] | None:
+) -> tuple[OneWay, OneWay | None, list[int]]:
     """Compiles a graph that takes fake tensors and sizes, and returns a tuple of fake tensors.
 
     Args:
@@ -58,7 +59,10 @@ def compile_each_way(
 
     Returns:
         The forward, which also returns what the backward gets first; the backward, if there is one; the positions of
-        the results whose gradients it gets. None if a function is refused, or if an input is written or returned.
+        the results whose gradients it gets.
+
+    Raises:
+        StaysApart: a function is refused, or an input is written or returned.
     """
     ways: list[OneWay] = []
 
@@ -66,35 +70,43 @@ def compile_each_way(
         places, (output,) = (graph.graph.find_nodes(op=op) for op in ("placeholder", "output"))
         results = [None if node is None else node.meta["val"] for node in output.args[0]]
         calls = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
-        functions = frozenset(node.target for node in calls)
-        # An index of integers, which has the tag `dynamic_output_shape`, too, has a known size.
-        of_unknown_size = any(is_of_unknown_size(node.meta.get("val")) for node in calls)
-        if options.get("cudagraphs") or of_unknown_size or any(map(is_refused, functions)):
-            raise _Refused
+        functions = dict.fromkeys(node.target for node in calls)
+        if options.get("cudagraphs"):
+            raise StaysApart("torch._inductor.config has Inductor make CUDA graphs; leave that to thunder_cg")
+        for node in calls:  # an index of integers, which has the tag `dynamic_output_shape`, too, has a known size
+            if is_of_unknown_size(node.meta.get("val")):
+                raise StaysApart(f"the size of what {_written(node.target)} returns depends on what tensors hold")
+        for function in filter(is_refused, functions):
+            raise StaysApart(f"a CUDA graph may be unable to hold {_written(function)}")
         taken = [*examples] if ways else [node.meta["val"] for node in places]
         compiled = compile_fx_inner(graph, examples, **options)
-        ways.append(OneWay(compiled, taken, results, functions))
+        ways.append(OneWay(compiled, taken, results, frozenset(functions)))
         return compiled
 
-    try:
-        with config.patch({name: value for name, value in _SETTINGS.items() if hasattr(config, name)}):
-            compile_fx(module, [*inputs], inner_compile=compile_one_way)
-    except _Refused:
-        return None
+    with config.patch({name: value for name, value in _SETTINGS.items() if hasattr(config, name)}):
+        compile_fx(module, [*inputs], inner_compile=compile_one_way)
     facts = TracingContext.get().fw_metadata
-    if facts is None or len(ways) != 1 + facts.is_train or facts.tokens or facts.num_graphsafe_rng_states:
-        return None
-    writes = any(each.mutates_data or each.mutates_metadata for each in facts.input_info)
-    if writes or any(each.output_type not in _OWN_MEMORY for each in facts.output_info):
-        return None
+    if facts is None or len(ways) != 1 + facts.is_train:
+        raise StaysApart("PyTorch compiles it otherwise than as one forward and one backward")
+    if facts.tokens or facts.num_graphsafe_rng_states:
+        raise StaysApart("it has effects or states of generators that PyTorch passes around Inductor's code")
+    if any(each.mutates_data or each.mutates_metadata for each in facts.input_info):
+        raise StaysApart("it writes in place to what it gets; compute a new tensor")
+    if any(each.output_type not in _OWN_MEMORY for each in facts.output_info):
+        raise StaysApart(RETURNS_VIEW)
     forward, *backward = ways
     results = len(facts.output_info)
     differentiated = [i for i, each in enumerate(facts.output_info) if each.requires_grad and facts.is_train]
     taken = len(forward.results) - results + len(differentiated)
     shapes = [(len(way.inputs), len(way.results)) for way in backward]
     if len(forward.inputs) != len(inputs) or shapes != [(taken, len(inputs))] * len(backward):
-        return None  # as where two inputs are one tensor
+        raise StaysApart("it gets the same tensor twice; pass it once")
     return forward, next(iter(backward), None), differentiated
+
+
+def _written(function: Any) -> str:
+    """How to call a function of a graph: "aten.nonzero"."""
+    return str(getattr(function, "_overloadpacket", function))
 
 
 def name_of_kernel(function: Any) -> str | None:

@@ -287,6 +287,7 @@ def keeping_fallbacks(
     rewrite: Callable[[GraphModule], None],
     join: Callable[[dict[Node, int], frozenset[int]], dict[Node, int]],
     around_inductor: Callable[[Callable[..., Any]], Callable[..., Any]],
+    succeeded: set[Any],
 ) -> Iterator[None]:
     """Inside, Thunder's splitter keeps operators that Thunder calls as they are, if it can trace them.
 
@@ -299,9 +300,9 @@ def keeping_fallbacks(
         join: gets the number of the part of each call in a graph, and the numbers of Thunder's parts, before it is
             split. It may rewrite the graph, and returns the numbers by which it is split.
         around_inductor: gets what has Inductor compile a piece, and returns what to call in its place.
+        succeeded: trials of operators that need not be made again, to which others are added.
     """
-    is_supported = utils.is_node_supported_by_thunder
-    try_symbol, succeeded = utils.try_execute_thunder_symbol, set()
+    is_supported, try_symbol = utils.is_node_supported_by_thunder, utils.try_execute_thunder_symbol
     split = splitter.split_module
     untracked = cache(without_gradient)
 
@@ -530,10 +531,13 @@ class SeenNode(NamedTuple):
             _, _, line = (node.stack_trace or "").strip().rpartition("\n")
             is_from_numpy = node.target is torch.as_tensor and "from_numpy" in line  # which Dynamo writes so
             operator = "torch.from_numpy" if is_from_numpy else f"torch.{operator_name(node)}"
+        elif is_of_transform(node):
+            operator = "a transform of torch.func"
         return cls(node.stack_trace, operator, not is_of_transform(node))
 
 
 JOINED = "thunder_cg_joined"  # in the meta of a node that stands for others: a `SeenNode` of each, by its name
+APART = "thunder_cg_apart"  # in the meta of a node of a piece of Inductor's: why the piece is no operator of a trace
 
 
 def is_of_transform(node: Node) -> bool:

@@ -6,6 +6,7 @@ import copy
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from inspect import signature
 from traceback import FrameSummary
 from typing import Any
@@ -59,6 +60,7 @@ class Compiler(ThunderCompiler):
         failure: what was raised last.
         parameters: of the user's function, by position, if it is a module of PyTorch's, called with ``*args``.
         inputs: what its graphs are for, by their numbers.
+        succeeded: trials of operators that its graphs share, since a function compiled anew is mostly as before.
     """
 
     function = "a function"
@@ -69,6 +71,7 @@ class Compiler(ThunderCompiler):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.inputs: dict[int, GraphInputs] = {}
+        self.succeeded: set[Any] = set()
 
     def __call__(self, module: torch.fx.GraphModule, *inputs: Any) -> Any:
         """Compiles one of Dynamo's graphs.
@@ -78,7 +81,7 @@ class Compiler(ThunderCompiler):
         """
         only_views = makes_only_views(module.graph)
         is_symbolic = "symbolic" in str(self.thunder_options.get("cache")).lower()  # else a trace has one set of sizes
-        join = (lambda parts, _: parts) if is_symbolic else join_pieces
+        join = partial(join_pieces, is_symbolic=is_symbolic)
         names, of_graph = users_names(module.graph, self.parameters), inputs_of(module.graph, self.inputs.values())
         try:
             specialize_floats(module)
@@ -86,7 +89,11 @@ class Compiler(ThunderCompiler):
             put_back = take_out_numbers(module)
             with (
                 keeping_fallbacks(
-                    objections(module, self.thunder_options), take_out_numbers_of_parts, join, keeping_layouts
+                    objections(module, self.thunder_options),
+                    take_out_numbers_of_parts,
+                    join,
+                    keeping_layouts,
+                    self.succeeded,
                 ),
                 Stage(lambda: "splitting a graph of Dynamo's"),
             ):
@@ -100,7 +107,7 @@ class Compiler(ThunderCompiler):
         self._name_parts(names)
         options = (getattr(each, "options", None) for each in self.thunder_options.get("transforms") or ())
         if any(getattr(each, "strict", None) == "ops" for each in options):
-            for outside in outside_of("the graph", self.subgraph_infos[-1]):
+            for outside in (each for each in outside_of("the graph", self.subgraph_infos[-1]) if each.cost):
                 where = f"{outside.operator} at {outside.line or 'a line unknown to Dynamo'}"
                 reason, _, fix = outside.reason.partition("; ")
                 problem = f"runs eagerly, as Inductor got it and no trace has it: {reason}"

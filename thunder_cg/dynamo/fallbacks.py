@@ -30,6 +30,7 @@ from thunder_cg.compat.splitter import (
     is_collective,
     is_for_splitter,
     is_of_array,
+    is_of_transform,
     is_traced,
     is_unused,
     loses_wait,
@@ -103,7 +104,7 @@ def _objections(graph: Graph, options: dict[str, Any]) -> Callable[[Node], str |
     is_given = _writes_across_pieces(graph, options)
 
     def objection(node: Node) -> str | None:
-        if node.name in transformed:
+        if node.name in transformed or is_of_transform(node):
             return (
                 "is inside of torch.vmap or another transform of torch.func, which Thunder does not see" + _NO_TRANSFORM
             )

@@ -22,6 +22,7 @@ from thunder_cg.dynamo.writes import IN_PLACE, is_named_in_place, requires_grad,
 
 NEW = "thunder_cg.new"  # of nodes whose results are in new memory, unlike their examples
 _MAKE_NEW = frozenset([torch.empty, torch.empty_like, torch.zeros, torch.zeros_like, "new_empty", "new_zeros"])
+_NOT_IN_PLACE = frozenset([F.dropout, operator.and_, operator.or_, operator.xor])  # in Thunder
 DRAWS = frozenset(["bernoulli_", "exponential_", "normal_", "uniform_"])
 
 
@@ -101,12 +102,12 @@ def _name_inplace(node: Node) -> None:
 def compute_out_of_place(node: Node, *, has_gradient: bool = False) -> None:
     """``y /= y.sum()`` is ``y = y / y.sum()`` for a tensor that the graph makes, and that has no other name later.
 
-    Thunder's backward reads what the operator has overwritten, so its gradients would be wrong. Its dropout refuses.
+    Thunder's backward reads what the operator has overwritten, so its gradients would be wrong. It has no `iand`.
     """
     function, written, result = _out_of_place(node), _first(node), example(node)
     if function is None or not isinstance(written, Node) or not isinstance(result, torch.Tensor):
         return
-    if not (has_gradient or result.requires_grad or function is F.dropout):
+    if not (has_gradient or result.requires_grad or function in _NOT_IN_PLACE):
         return
     if not _is_put_back(node) and _has_other_names(result, (written, node)):
         return

@@ -21,21 +21,22 @@ from thunder_cg.compat.splitter import (
 from thunder_cg.compat.torch import tree_leaves
 from thunder_cg.dynamo import operators
 from thunder_cg.dynamo.fallbacks import has_another_derivative, returns_cpu_scalar
-from thunder_cg.dynamo.nodes import argument, call_instead, return_first_alone
+from thunder_cg.dynamo.nodes import argument, arguments, call_instead, return_first_alone
 from thunder_cg.dynamo.writes import requires_grad
 
 
 def use_own_operator(node: Node, options: dict[str, Any]) -> None:
     """Has a node call this package's operator, if that is better than what Thunder has."""
     if node.target is F.scaled_dot_product_attention:
+        tensors = ("query", "key", "value", "attn_mask")
+        given = arguments(node, *tensors, "dropout_p", "is_causal")
+        node.args = tuple(given.pop(name, None) for name in tensors)  # no keyword of Thunder's may have a gradient
+        node.kwargs = given
         if not _is_more_than_symbol(node):
             return
-        if argument(node, 4, "dropout_p", 0.0) != 0.0:
+        if given.get("dropout_p", 0.0) != 0.0:
             node.target = operators.attention  # the backward of PyTorch's operator would draw again
             return
-        if len(node.args) == 3 and "attn_mask" in node.kwargs:  # Thunder takes no keyword that may have a gradient
-            others = {name: value for name, value in node.kwargs.items() if name != "attn_mask"}
-            node.args, node.kwargs = (*node.args, node.kwargs["attn_mask"]), others
     if node.target in (F.cross_entropy, F.nll_loss) and _is_right_loss(node):
         return
     if any(map(requires_grad, tree_leaves([arg for arg in example(node.args) if isinstance(arg, (list, tuple))]))):
@@ -96,8 +97,8 @@ def _is_more_than_symbol(attention: Node) -> bool:
     It takes no ``enable_gqa``. On the CPU, it is written out, and NaN for what a mask keeps from attending to anything,
     as the padding on the left.
     """
-    is_masked_on_cpu = argument(attention, 3, "attn_mask") is not None and example(attention).device.type == "cpu"
-    return bool(attention.kwargs.get("enable_gqa")) or is_masked_on_cpu
+    is_masked_on_cpu = attention.args[3] is not None and example(attention).device.type == "cpu"
+    return "enable_gqa" in attention.kwargs or is_masked_on_cpu
 
 
 def trace_multi_head_attention(node: Node) -> None:

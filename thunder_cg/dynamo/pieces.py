@@ -9,7 +9,7 @@ symbols, it compiles them once. Thunder traces anew for each size, and each of i
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count, groupby
 from typing import Any
 
@@ -17,8 +17,18 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from thunder_cg.analysis import rules
-from thunder_cg.compat.inductor import OneWay, compile_each_way, draws, is_called_as_it_is, name_of_kernel
+from thunder_cg.analysis.sources import called_from, described, user_frames
+from thunder_cg.compat.inductor import (
+    RETURNS_VIEW,
+    OneWay,
+    StaysApart,
+    compile_each_way,
+    draws,
+    is_called_as_it_is,
+    name_of_kernel,
+)
 from thunder_cg.compat.splitter import (
+    APART,
     JOINED,
     SeenNode,
     at_sizes,
@@ -28,6 +38,7 @@ from thunder_cg.compat.splitter import (
     is_of_unknown_size,
     is_read_number,
     modes_of,
+    operator_name,
     sizes_beside,
     sizes_of,
 )
@@ -38,24 +49,30 @@ from thunder_cg.dynamo.operators import executor, in_layout
 from thunder_cg.dynamo.writes import requires_grad, shares_memory, written_by
 
 _numbers = count()
+_SYMBOLIC = 'with cache="symbolic values", a trace is for several sizes, and such an operator for one; leave it out'
 
 
-def join_pieces(parts: dict[Node, int], of_thunder: frozenset[int]) -> dict[Node, int]:
-    """Replaces pieces of Inductor's in a graph by operators that Thunder traces.
+def join_pieces(parts: dict[Node, int], of_thunder: frozenset[int], *, is_symbolic: bool = False) -> dict[Node, int]:
+    """Replaces pieces of Inductor's in a graph by operators that Thunder traces. Notes on the nodes of the others why.
 
     Args:
         parts: the number of the part that each call of the graph is in, in the order of the graph.
         of_thunder: those that Thunder compiles.
+        is_symbolic: one trace of Thunder's is for several sizes.
 
     Returns:
         The same for the graph as it is then.
     """
-    parts = _read_where_used(parts, of_thunder)
+    parts = parts if is_symbolic else _read_where_used(parts, of_thunder)
+    for_all = _SYMBOLIC if is_symbolic else None if of_thunder else "Thunder traces nothing around it"
     is_thunders: dict[Node, bool] = {}
     for number, group in groupby([*parts], parts.__getitem__):
         nodes, is_kept = [*group], number in of_thunder
-        if not is_kept and of_thunder and (function := _as_operator(nodes)) is not None:
-            nodes, is_kept = _replace(nodes, *function), True
+        if not is_kept:
+            try:
+                nodes, is_kept = _replace(nodes, *_as_operator(nodes, for_all)), True
+            except StaysApart as reason:
+                _note(nodes, str(reason))
         is_thunders.update(dict.fromkeys(nodes, is_kept))
     joined: dict[Node, int] = {}
     for _, group in groupby([*is_thunders], is_thunders.__getitem__):
@@ -97,39 +114,84 @@ def _read_where_used(parts: dict[Node, int], of_thunder: frozenset[int]) -> dict
     return found
 
 
-def _is_laid_out(value: Any) -> bool:
-    """Whether it is a tensor whose sizes and strides are known where Thunder compiles for the sizes of the inputs."""
-    return isinstance(value, torch.Tensor) and has_storage(value) and not is_of_unknown_size(value)
+def _as_operator(nodes: Sequence[Node], for_all: str | None) -> tuple[Callable[..., Any], list[Node], list[Node]]:
+    """What computes the results of a piece from its inputs, these inputs and these results.
 
+    Args:
+        for_all: why no piece of the graph is an operator, if there is a reason.
 
-def _as_operator(nodes: Sequence[Node]) -> tuple[Callable[..., Any], list[Node], list[Node]] | None:
-    """What computes the results of a piece from its inputs, these inputs and these results; None if it is left."""
+    Raises:
+        StaysApart: the piece is none.
+    """
+    if for_all is not None:
+        raise StaysApart(for_all)
     inside = {*nodes}
     inputs = [*dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each not in inside)]
     results = [node for node in nodes if not inside.issuperset(node.users)]
     if (sizes := sizes_beside(inputs, nodes)) is None:
-        return None
+        raise StaysApart("it has sizes that depend on what tensors hold, or that the graph does not get")
     inputs += sizes
-    values = [value for value in map(example, inputs) if not isinstance(value, torch.SymInt) or is_read_number(value)]
-    made = [*map(example, results)]
-    modes = modes_of(nodes)
-    if modes is None or not made or any(not _is_laid_out(value) or is_wrapper(value) for value in (*values, *made)):
-        return None
-    if len({value.device for value in (*values, *made)}) > 1 or any(each.op == "get_attr" for each in inputs):
-        return None
-    if any(value.dim() == 0 and value.device.type == "cpu" for value in made):
-        return None  # see Note [Gradients of CPU scalars] in analysis/gradients.py
-    if any(map(is_refused_lstm, nodes)) or any(
-        shares_memory([*values, *made[:i]], value) for i, value in enumerate(made)
-    ):
-        return None
+    taken = [each for each in inputs if not isinstance(example(each), torch.SymInt) or is_read_number(example(each))]
+    values, made = [*map(example, taken)], [*map(example, results)]
+    if (modes := modes_of(nodes)) is None:
+        raise StaysApart("one part of it is under torch.no_grad or torch.autocast, another is not; put all there")
+    if not made:
+        raise StaysApart("nothing in the graph takes what it computes")
+    for node in taken:
+        if (problem := _problem_with(node)) is not None:
+            line = called_from(user_frames(node.stack_trace)) if node.op.startswith("call") else None
+            raise StaysApart(f"it takes {_named(node)}{f' at {line}' if line else ''}, {problem}")
+    for node in results:
+        if (problem := _problem_with(node)) is not None:
+            raise StaysApart(f"it returns {_named(node)}, {problem}")
+    if len(devices := sorted({str(value.device) for value in (*values, *made)})) > 1:
+        raise StaysApart(f"its tensors are on {' and '.join(devices)}; move them to one device before")
+    for node in results:
+        if example(node).dim() == 0 and example(node).device.type == "cpu":
+            # see Note [Gradients of CPU scalars] in analysis/gradients.py
+            raise StaysApart(f"it returns {_named(node)}, a 0-dim tensor on the CPU; give it a dimension, or use a GPU")
+    if any(map(is_refused_lstm, nodes)):
+        raise StaysApart("Inductor trains no LSTM on a CPU whose input has no gradient; use a GPU")
+    if any(shares_memory([*values, *made[:i]], value) for i, value in enumerate(made)):
+        raise StaysApart(RETURNS_VIEW)
     piece = _graph_of(nodes, inputs, results)
     try:
         with modes:
             compiled = compile_each_way(piece, fake_arguments(piece), _is_refused)
-    except Exception:  # as where it reads on the host what a tensor holds: the splitter finds out and says so
-        return None
-    return (_in_trace(*compiled, len(results)), inputs, results) if compiled is not None else None
+    except StaysApart:
+        raise
+    except Exception as error:  # as where it reads on the host what a tensor holds: the splitter finds out and says so
+        raise StaysApart(f"PyTorch does not compile it by itself: {described(error)}") from error
+    return _in_trace(*compiled, len(results)), inputs, results
+
+
+def _note(nodes: Iterable[Node], reason: str) -> None:
+    """Notes on nodes, and on those of functions that they call, such as checkpointed ones, why they are apart."""
+    for node in nodes:
+        node.meta[APART] = reason
+        for each in (each for each in node.all_input_nodes if each.op == "get_attr"):
+            called = getattr(each.graph.owning_module, str(each.target), None)
+            _note(called.graph.nodes if isinstance(called, GraphModule) else (), reason)
+
+
+def _problem_with(node: Node) -> str | None:
+    """Why an operator cannot take or return the value of a node: its sizes and strides have to be known where Thunder
+    compiles for the sizes of the inputs."""
+    value = example(node)
+    if node.op == "get_attr":
+        return "which Dynamo's graph holds itself, as it does a checkpointed function"
+    if not isinstance(value, torch.Tensor):
+        return "which is no tensor; keep it in a tensor" if is_read_number(value) else "which is no tensor"
+    if not has_storage(value) or is_wrapper(value):
+        return "a tensor that has no memory of its own, such as a sparse one or a DTensor"
+    return "whose size depends on what tensors hold" if is_of_unknown_size(value) else None
+
+
+def _named(node: Node) -> str:
+    """How to call what a node returns."""
+    if node.op == "get_attr":
+        return str(node.target)
+    return f"what {operator_name(node) or 'an operator'} returns" if node.op.startswith("call") else "an argument"
 
 
 def _graph_of(nodes: Sequence[Node], inputs: Sequence[Node], results: Sequence[Node]) -> GraphModule:

@@ -16,8 +16,8 @@ from thunder_cg.compat.torch import has_storage, shares_storage, storage_id, ten
 
 # Operators of Python's that write to their first argument, and those that compute what they write.
 IN_PLACE = {
-    getattr(operator, f"i{name}"): getattr(operator, name)
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+    getattr(operator, f"i{name}"): getattr(operator, f"__{name}__")
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 }
 
 

@@ -136,13 +136,14 @@ def _of_breaks(breaks: Iterable[GraphBreak]) -> Iterator[_Problem]:
 
 
 def _of_inductor(outside: Iterable[Outside]) -> Iterator[_Problem]:
-    for alike in _grouped(outside, lambda part: (part.line, part.reason)):
+    for alike in _grouped(outside, lambda part: (part.line, part.reason, part.apart)):
         line, callers = _line(alike[0].line)
         graphs = _few([*dict.fromkeys(part.function for part in alike)])
         operators = _operators(alike)
         reason, _, fix = alike[0].reason.partition("; ")
         said = f"{operators} of {graphs}{callers}, {'are' if ', ' in operators else 'is'} left to Inductor: {reason}"
-        yield _Problem(line, alike[0].source, said, fix=fix, regions=1)
+        why = f"its piece is in no graph: {apart}" if (apart := alike[0].apart) else ""
+        yield _Problem(line, alike[0].source, said, why, fix, regions=1)
 
 
 def _line(said: str | None) -> tuple[str, str]:

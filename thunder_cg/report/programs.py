@@ -64,6 +64,7 @@ class Outside:
         cost: how many pieces the graph is cut into because of all such operators; "" if what Inductor made of this one
             is an operator of the trace around it: see `dynamo/pieces.py`.
         source: the text of that line.
+        apart: why what Inductor made of it is no operator of the trace around it; "" if it is one.
     """
 
     function: str
@@ -73,6 +74,7 @@ class Outside:
     count: int
     cost: str
     source: str | None = None
+    apart: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,24 +234,33 @@ def _keeps_all(jitted: Any) -> bool:
 
 def outside_of(label: str, graph: Any) -> Iterator[Outside]:
     """What Thunder's splitter gave away of a graph, alike ones together. It may look at an operator twice."""
-    from thunder_cg.compat.splitter import JOINED, SeenNode  # Dynamo is imported by now
+    from thunder_cg.compat.splitter import APART, JOINED, SeenNode  # Dynamo is imported by now
 
     kinds = Counter(part.compiler.name for part in graph.submodule_to_compiled_functions.values())
     pieces = count(len(graph.thunder_compiled_fns or ()), "piece")
     cost = f"cut into {pieces} of Thunder's and {kinds['TORCH_INDUCTOR']} of Inductor's"
     modules = [each for each in graph.original_graph_module.modules() if isinstance(each, GraphModule)]
-    nodes = {"": (SeenNode(None, None, is_users=True), cost)}  # "": a part of the graph that the splitter does not name
+    nodes = {"": (SeenNode(None, None, is_users=True), cost, "")}  # of a part that the splitter does not name
     for node in (node for module in reversed(modules) for node in module.graph.nodes):  # of checkpoints, too
-        nodes[node.name] = (SeenNode.of(node), cost)
-        nodes |= {name: (joined, "") for name, joined in node.meta.get(JOINED, {}).items()}
-    alike: Counter[Outside] = Counter()
+        nodes[node.name] = (SeenNode.of(node), cost, node.meta.get(APART, ""))
+        nodes |= {name: (joined, "", "") for name, joined in node.meta.get(JOINED, {}).items()}
+    alike, of_transforms = Counter[Outside](), list[Outside]()
     for said in dict.fromkeys(map(_reason, graph.split_reasons or ())):
         name, operator, reason = understood(said)
-        seen, cost = nodes.get(name, (None, ""))
-        if seen is not None and seen.is_users:
+        seen, cost, apart = nodes.get(name, (None, "", ""))
+        if seen is not None:
             frames = user_frames(seen.stack)
             source = frames[-1].text if frames else None
-            alike[Outside(label, seen.operator or operator, called_from(frames), reason, 1, cost, source)] += 1
+            called = seen.operator or operator, called_from(frames)
+            one = Outside(label, *called, reason, 1, cost, source, apart)
+            if seen.is_users:
+                alike[one] += 1
+            else:
+                of_transforms.append(one)
+    named = [one.line or "" for one in alike]
+    for one in of_transforms:  # if nothing is named that it calls: of a checkpointed function, one operator is
+        if not any(line.endswith(one.line or "") for line in named):
+            alike[one] = 1
     yield from (replace(each, count=times) for each, times in alike.items())
 
 
