@@ -728,7 +728,8 @@ def test_attention_by_keywords(backend, device, deterministic, options):
 
     def attend(x):
         q = x.view(2, 5, 4, 2).transpose(1, 2)
-        others = {"attn_mask": q[0, 0, :, :1] < 1} if "attn_mask" in options else options
+        mask = q[0, 0, :, :1] < q[0, 0, :, 0] + 1  # each row has one at least
+        others = {"attn_mask": mask} if "attn_mask" in options else options
         return F.scaled_dot_product_attention(query=q, key=q.sin(), value=q.cos(), **others)
 
     graphed = trains_alike(Around(attend).to(device), lambda: torch.randn(2, 5, 8, device=device), backend, 1e-5)

@@ -113,7 +113,7 @@ def test_a_pool_begins_with_what_takes_the_least_memory():
     assert Segments(one).play([*forward.events, *backward.events]).nbytes < forward.arena + backward.arena
     two = reserved(graphed(1024, 2), x, 1)
     assert two[:2] == [one, forward.first_segment]  # the second call begins while the first is in flight
-    assert {*reserved(graphed(64, 1), torch.randn(4096, 64), 2)} == {0}  # tensors of 1 MiB are small
+    assert not reserved(graphed(64, 1), torch.randn(4096, 64), 2)  # tensors of 1 MiB are small
 
 
 def test_a_backward_without_regions():

@@ -61,6 +61,7 @@ class Arena:
         self._pools: dict[torch.device, Pool] = {}
         self._lent: list[Lent] = []  # Note [Lent gradients]
         self._lent_to = 0  # the thread
+        self.first_segments: dict[torch.device, int] = {}  # bytes that an empty pool is to get at once
         self.call_memory: CallMemory | None = None  # what the call takes that holds it, or did; None without a backward
         self._has_moved = False  # whether its graphs have lent what was moved, and its memory is too large without
         # Ends the life of everything in its memory but what is lent.
@@ -151,6 +152,8 @@ class Arena:
         if device not in self._pools:
             self._pools[device] = self._backend.pool(device)
             self._pools[device].enter()
+        if nbytes := self.first_segments.pop(device, 0):
+            self._pools[device].reserve(nbytes)
         return self._pools[device]
 
     def enter(self) -> None:

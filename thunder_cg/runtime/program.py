@@ -403,7 +403,7 @@ class Program(Counts):
             nbytes = self.memory.first_segment if self._begins_calls else 0
         else:
             nbytes = self.pair.first_segment
-        memory.pool(devices.pop()).reserve(nbytes)
+        memory.first_segments[devices.pop()] = nbytes
 
     def _note_change(self, call: Call, inputs: list[torch.Tensor]) -> None:
         """Finds because of what the call replays nothing. See Note [Why nothing replays]."""
