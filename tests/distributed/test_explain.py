@@ -35,6 +35,7 @@ def test_ddp(ranks: Ranks) -> None:
         assert f"  {said}; {overlapping} can overlap with compute\n" in text
 
 
+@pytest.mark.nightly
 def test_fsdp_with_eager_collectives(ranks: Ranks) -> None:
     options = {"capture_collectives": "never"}
     for text, (forward, backward), sizes in ranks.run(collectives, "fsdp zero2", options):

@@ -348,6 +348,7 @@ def compiles_anew() -> tuple[int, list[str]]:
     return parallel.differing(*found), [trace["captures"] for trace in parallel.summary(compiled)]
 
 
+@pytest.mark.nightly
 def test_a_rank_that_compiles_anew(ranks: Ranks) -> None:
     """It waits for the others for a short time only, and they capture together what all compile later."""
     assert ranks.run(compiles_anew) == [(0, [[1], [1]])] * 2

@@ -186,7 +186,8 @@ def meets(what: str) -> dict[str, list[Any]]:
     return {"differing": parallel.differing(*found), "n": (step.captures, step.replays), "in_python": in_python}
 
 
-@pytest.mark.parametrize("what", ["is released", pytest.param("other batches", marks=nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("what", ["is released", "other batches"])
 def test_ranks_get_together_again(ranks: Ranks, what: str) -> None:
     """A rank that replays captures with one that needs it, as soon as they meet."""
     first, second = ranks.run(meets, what)

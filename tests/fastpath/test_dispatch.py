@@ -130,6 +130,7 @@ def test_thunders_cache_is_cleared(twins, device):
     assert fast_path_calls(graphed) > 0
 
 
+@pytest.mark.nightly
 def test_inside_of_torch_compile(twins, device):
     """Dynamo looks into all that it can, and takes a node of autograd that it sees for a part of its own graph."""
     plain, graphed = twins(mlp())

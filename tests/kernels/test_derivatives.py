@@ -249,7 +249,7 @@ def test_masks_for_cudnn(monkeypatch):
     assert "cudnn" not in str(thunder.last_traces(compiled)[-1])  # it has no derivative of the mask
 
 
-@pytest.mark.parametrize("trains", [False, True], ids=["infers", "trains"])
+@pytest.mark.parametrize("trains", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["trains", "infers"])
 def test_attention_within_a_fusion(monkeypatch, trains):
     """In training it is between fusions, so that a backward frees what a layer saved as soon as it has read that."""
     q = torch.randn(2, 2, 6, 8, requires_grad=trains)

@@ -156,6 +156,7 @@ class Builtins(nn.Module):
         return x
 
 
+@pytest.mark.nightly
 def test_faster_tracing_changes_no_trace(transform, device, monkeypatch):
     """Guards included. And it interprets less than half as many functions."""
     interpreted = []

@@ -100,6 +100,7 @@ def test_bits_that_differ(wrong: str, said: str, monkeypatch: pytest.MonkeyPatch
     assert measured(tiny(trains=True))[OURS].bits == said
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:graphed_step.step. runs in Python")
 def test_a_step_that_is_never_replayed_has_no_time() -> None:
     row = measured(tiny(trains=True, model=ReadsItsInput, steps=True), [GRAPHED_STEP])[GRAPHED_STEP]
