@@ -57,7 +57,7 @@ from torch.utils.checkpoint import checkpoint
 
 from thunder_cg import explain
 from thunder_cg.errors import CaptureRefused
-from thunder_cg.step import homes, recording
+from thunder_cg.step import recording, storages
 from thunder_cg.step.calls import Calls
 from thunder_cg.step.outside import random_states
 from thunder_cg.step.state import StepState
@@ -668,7 +668,7 @@ def test_what_inductor_writes_is_not_the_users():
 def test_a_capture_that_fails_ends_its_watch(step_twins, monkeypatch):
     """Wherever it fails, the next capture may watch."""
     step = step_twins.graphed(make_step(lambda y: y)(step_twins.model()))
-    for module, name in ((homes, "place"), (homes, "copy_all"), (recording, "states_outside")):
+    for module, name in ((storages, "place"), (storages, "copy_all"), (recording, "states_outside")):
         with monkeypatch.context() as patched:
             patched.setattr(module, name, lambda *_: 1 / 0)
             for _ in range(3):

@@ -64,7 +64,6 @@ from thunder_cg.step.gradients import (
     place_of,
 )
 from thunder_cg.step.heap import known_tensors
-from thunder_cg.step.homes import KEPT_SHARES, Homes, Replaced
 from thunder_cg.step.memory import nbytes
 from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, memory_of_tensors, moved, refuse_other_memory
 from thunder_cg.step.outside import states_outside
@@ -73,6 +72,7 @@ from thunder_cg.step.reads import Read, is_constant, settings_in
 from thunder_cg.step.snapshot import Snapshot
 from thunder_cg.step.stack import clear_stack
 from thunder_cg.step.state import StepState
+from thunder_cg.step.storages import KEPT_SHARES, OriginalStorages, ReplacedStorages
 
 _ATTEMPTS = 4  # of a capture, at most: see Note [Numbers that look like addresses] in other_memory.py
 _OWN_REFERENCES = 3  # to an event: of `Calls`, the loop's, the argument's
@@ -225,7 +225,7 @@ class StepRecording(RecordingUse):
     gradient_nbytes: int  # of the pool: recordings may share gradients
     settings: list[tuple[Callable[[], Any], Any]]  # of PyTorch, that the step read, and what ABC.register() has changed
     carried: list[tuple[Callable[[Any], object], Any, int]]  # puts a value with a structure and a number of tensors
-    replaced: Replaced
+    replaced: ReplacedStorages
     added: list[tuple[Read, int]]  # to numbers
     only_once: CaptureRefused | None = None  # why no later replay would be right; the first one is
     last_call: int = 0  # of the step that used it
@@ -332,7 +332,7 @@ class StepRecording(RecordingUse):
         except torch.OutOfMemoryError as error:
             raise ReplayRefused(error) from error
         self.gradients_before.copy()
-        self.replaced.bring_home(carried)
+        self.replaced.copy_back(carried)
         inputs = [*batch, *carried]
         self.graph.replay([each.source(inputs) for each in self.sources], targets)
         if self.collectives is not None:
@@ -358,9 +358,15 @@ class _Body:
     """The function as a pool captures it, and what it shows of the step."""
 
     def __init__(
-        self, fn: Callable[..., Any], batch: Batch, buffers: list[Tensor], state: StepState, calls: Calls, homes: Homes
+        self,
+        fn: Callable[..., Any],
+        batch: Batch,
+        buffers: list[Tensor],
+        state: StepState,
+        calls: Calls,
+        storages: OriginalStorages,
     ) -> None:
-        self._homes = homes
+        self._originals = storages
         self._fn, self._batch, self._buffers, self._state, self._calls = fn, batch, buffers, state, calls
         carried = buffers[len(batch.tensors) :]
         aliases = {id(buffer): buffer.detach() for buffer in carried}
@@ -413,7 +419,7 @@ class _Body:
         left += self._take_appended(lists)
         self._take_added(numbers)
         leaves += left
-        self._homes.bring_back(leaves, self._stay)  # before aliases go, whose identities its tensors could get
+        self._originals.copy_back(leaves, self._stay)  # before aliases go, whose identities its tensors could get
         self._stay.clear()
         self._refuse_shared_containers(arguments)
         if _storages(leaves[structure.num_leaves :]) & _storages(each.grad for each in self._state.parameters):
@@ -612,13 +618,13 @@ class StepCapture:
         # A step that sets a generator sets it in the capture, too. Draws in a capture move no generator of CUDA.
         with GraphGradient.recounted(), fork_rng([state.device], enabled=state.device.type != "cpu"):
             to = None if self.others else self.arena.pool(state.device)
-            homes = Homes(state, state.carried_tensors(), self.backend)
+            storages = OriginalStorages(state, state.carried_tensors(), self.backend)
             snapshot = state.snapshot()
             of_others = _gradients_of_others(state)
             before = GradientsBefore(state.parameters, self.backend, self.calls, to, self.needs)
             try:
                 with torch.autograd.set_multithreading_enabled(False):  # each thread has a workspace of cuBLAS
-                    recording = self._record(before, homes)
+                    recording = self._record(before, storages)
                 self.check()
             except BaseException:
                 self.calls.undo()
@@ -637,15 +643,15 @@ class StepCapture:
         recording.apart.update(GraphGradient.all())
         return recording
 
-    def _record(self, before: GradientsBefore, homes: Homes) -> StepRecording:
+    def _record(self, before: GradientsBefore, storages: OriginalStorages) -> StepRecording:
         state, batch = self.state, self.batch
         pool = self.arena.pool(state.device)
-        inputs = self._inputs(before, homes)
+        inputs = self._inputs(before, storages)
         memory = {at: tensor for at, tensor in memory_of_tensors(state.device).items() if at not in before.moved}
-        copied, buffers = homes.place(pool, batch.tensors, inputs)
+        copied, buffers = storages.place(pool, batch.tensors, inputs)
         versions = [version(tensor) for tensor in (*state.with_memory, *buffers)]
         places = state.places_of_tensors()
-        body = _Body(self.fn, batch, buffers, state, self.calls, homes)
+        body = _Body(self.fn, batch, buffers, state, self.calls, storages)
         outside = states_outside(state.device)
         targets = [each.target for each in copied]
         graph = pool.capture(partial(body.run, self.backend), [], targets, partial(body.copied_out, pool))[0]
@@ -686,7 +692,7 @@ class StepCapture:
             gradient_nbytes=nbytes(g for g in tensors if g is not None and _is_in(g, pool)),
             only_once=missing,
             carried=body.carried,
-            replaced=homes.replaced(),
+            replaced=storages.replaced(),
             added=body.added,
             communicates=self.calls.groups,
             settings=[
@@ -704,11 +710,11 @@ class StepCapture:
             if p.grad is not None and before is not LIKE
         ]
 
-    def _inputs(self, before: GradientsBefore, homes: Homes) -> list[Tensor]:
+    def _inputs(self, before: GradientsBefore, storages: OriginalStorages) -> list[Tensor]:
         """The tensors of the batch and those that are carried; `CaptureLater` if they share memory with others."""
         batch, carried = self.batch.tensors, self.state.carried_tensors()
         memory = _storages([*self.state.memory, *before.memory])
-        if (problem := _shared(batch, homes.others(carried), memory)) is not None:
+        if (problem := _shared(batch, storages.others(carried), memory)) is not None:
             raise CaptureLater(problem)
         return [*batch, *carried]
 

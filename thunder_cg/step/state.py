@@ -349,7 +349,7 @@ class StepState:
         """What is said of the first tensor that is not where it was; None if all are.
 
         Args:
-            may_move: whether one may be elsewhere, and laid out alike: see Note [Homes of tensors] in homes.py.
+            may_move: whether one may be elsewhere, and laid out alike: see Note [Replaced storages] in storages.py.
         """
         for tensor, then, now in zip(self.tensors, places, self.places_of_tensors()):
             if now != then and not (may_move and _is_alike(tensor, then, now)):

@@ -1,12 +1,12 @@
 """Tensors of the state to which a step gives other memory, as in ``p.data = new``.
 
-Note [Homes of tensors]
-    After ``p.data = new``, ``p`` has the memory of ``new``, and whoever holds the memory before keeps what was there. A
-    graph copies what the step leaves in ``p`` to where ``p`` was before, its home, and each replay leaves ``p`` there.
-    Nobody sees that, unless a tensor besides ``p`` has one of the two memories. So before a replay it is counted who
-    holds them, and the step runs in Python if somebody else does. What that gives ``p`` is copied home before the next
-    replay. What the step carries that has the memory of ``p``, as in the state of an optimizer for SAM, has it in the
-    graph, too, and after each replay.
+Note [Replaced storages]
+    After ``p.data = new``, ``p`` has the storage of ``new``, and whoever holds the storage before keeps what was there.
+    A graph copies what the step leaves in ``p`` back to its original storage, that at the capture, and each replay
+    leaves ``p`` there. Nobody sees that, unless a tensor besides ``p`` has one of the two storages. So before a replay
+    it is counted who holds them, and the step runs in Python if somebody else does. What that gives ``p`` is copied
+    back before the next replay. What the step carries that has the memory of ``p``, as in the state of an optimizer for
+    SAM, has it in the graph, too, and after each replay.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ def _holders(storage: int, backend: Backend) -> int:
     return storage_use_count(storage) - 1 - backend.storage_uses(storage)  # its object of Python is one
 
 
-class Replaced:
-    """Those of one graph: see Note [Homes of tensors].
+class ReplacedStorages:
+    """The tensors whose storages one graph replaces: see Note [Replaced storages].
 
     Args:
-        tensors: are at home.
+        tensors: are in their original storages.
         names: of them.
         views: of tensors that are carried, by position, those that have the memory of one, and which one.
         holders: how many tensors have the memory of each, at most.
@@ -71,7 +71,7 @@ class Replaced:
         self._tensors, self._names, self._views, self._backend = tensors, names, views, backend
         self._allowed = holders
         self._not_held: Any = None  # the counts by which it was found that nobody else holds one
-        self._homes = [tensor.untyped_storage() for tensor in tensors]  # which count as no tensors
+        self._originals = [tensor.untyped_storage() for tensor in tensors]  # which count as no tensors
         self._ids, self._addresses = [*map(storage_id, tensors)], [tensor.data_ptr() for tensor in tensors]
         self._layouts = [(tensor.storage_offset(), tensor.size(), tensor.stride()) for tensor in tensors]
 
@@ -100,33 +100,36 @@ class Replaced:
         return None if name is None else _HELD.format(name)
 
     def is_lost(self) -> bool:
-        """Whether the tensor has left a home, and somebody has the memory there, maybe itself in another part."""
-        return any(_holders(self._ids[i], self._backend) for i in self._away())
+        """Whether a tensor has left its original storage, and somebody has that, maybe itself in another part."""
+        return any(_holders(self._ids[i], self._backend) for i in self._elsewhere())
 
-    def _away(self) -> list[int]:
-        """The positions of those that are not at home."""
+    def _elsewhere(self) -> list[int]:
+        """The positions of those that are not in their original storage, or not at its place there."""
         ids, at = [*map(storage_id, self._tensors)], [*map(Tensor.data_ptr, self._tensors)]
         if ids == self._ids and at == self._addresses:
             return []
         return [i for i in range(len(ids)) if (ids[i], at[i]) != (self._ids[i], self._addresses[i])]
 
-    def bring_home(self, carried: Sequence[Tensor]) -> None:
-        """Copies home what is elsewhere, after `why_not`."""
-        if not (away := self._away()):
+    def copy_back(self, carried: Sequence[Tensor]) -> None:
+        """Copies to the original storages what is elsewhere, after `why_not`."""
+        if not (elsewhere := self._elsewhere()):
             return
-        memory = {i: self._tensors[i].new_empty(0).set_(self._homes[i], *self._layouts[i]) for i in away}
-        copy_all([*memory.values()], [self._tensors[i] for i in away])
-        for tensor, i in [*((self._tensors[i], i) for i in away), *((carried[at], i) for at, i in self._views.items())]:
+        memory = {i: self._tensors[i].new_empty(0).set_(self._originals[i], *self._layouts[i]) for i in elsewhere}
+        copy_all([*memory.values()], [self._tensors[i] for i in elsewhere])
+        for tensor, i in [
+            *((self._tensors[i], i) for i in elsewhere),
+            *((carried[at], i) for at, i in self._views.items()),
+        ]:
             if i in memory:
                 tensor.data = memory[i]
 
     def close(self) -> None:
         """Lets go of the memory."""
-        self._tensors, self._homes, self._ids, self._addresses = [], [], [], []
+        self._tensors, self._originals, self._ids, self._addresses = [], [], [], []
 
 
-class Homes:
-    """Where the tensors of a state are when a capture begins.
+class OriginalStorages:
+    """The storages of a state's tensors when a capture begins.
 
     Args:
         carried: tensors that are carried, which may have the memory of one of the state.
@@ -155,11 +158,11 @@ class Homes:
         copy_all([each.target for each in copied], [each.source(inputs) for each in copied])
         return copied, buffers
 
-    def bring_back(self, leaves: list[Any], stay: Iterable[Tensor]) -> None:
-        """In a capture, after the step: has it copy home what it has left elsewhere, if that memory is its own.
+    def copy_back(self, leaves: list[Any], stay: Iterable[Tensor]) -> None:
+        """In a capture, after the step: has it copy back what it has left elsewhere, if that memory is its own.
 
         Args:
-            leaves: what the step returns and keeps. Those that have the new memory get that at home.
+            leaves: what the step returns and keeps. Those that have the new memory get the original one.
             stay: what the step has found where something is carried, and left there.
 
         Raises:
@@ -173,23 +176,23 @@ class Homes:
         moved = [i for i, pair in enumerate(zip(tensors, self._memory)) if _is_moved(*pair)]
         self._replaced = [i for i in moved if now[at := storage_id(tensors[i])] == 1 and at not in known]
         kept = [each for each in (*leaves, *stay) if isinstance(each, Tensor)]
-        pairs = [(tensors[i], home) for i in self._replaced if (home := self._memory[i]) is not None]
-        for i, (tensor, home) in zip(self._replaced, pairs):
+        pairs = [(tensors[i], original) for i in self._replaced if (original := self._memory[i]) is not None]
+        for i, (tensor, original) in zip(self._replaced, pairs):
             if self._holders[i] > 1 + self._viewed[i]:
                 raise CaptureLater(_HELD.format(self._name(i)))
-            if any(storage_id(each) == storage_id(home) for each in kept):
+            if any(storage_id(each) == storage_id(original) for each in kept):
                 raise CaptureRefused(_KEEPS_BEFORE.format(self._name(i)))
             made: dict[int, Tensor] = {}
             for at, leaf in enumerate(leaves):
                 if isinstance(leaf, Tensor) and leaf is not tensor and storage_id(leaf) == storage_id(tensor):
                     if _place(leaf) != _place(tensor):
                         raise CaptureRefused(_KEEPS_PART.format(self._name(i)))
-                    leaves[at] = made.setdefault(id(leaf), home.detach())
-        copy_all([home for _, home in pairs], [tensor for tensor, _ in pairs])
-        for tensor, home in pairs:
-            tensor.data = home
+                    leaves[at] = made.setdefault(id(leaf), original.detach())
+        copy_all([original for _, original in pairs], [tensor for tensor, _ in pairs])
+        for tensor, original in pairs:
+            tensor.data = original
 
-    def replaced(self) -> Replaced:
+    def replaced(self) -> ReplacedStorages:
         """Those that the step has given other memory. `CaptureRefused` if it carries what has that of another one."""
         names, at = [*map(self._name, self._replaced)], {i: new for new, i in enumerate(self._replaced)}
         if not at.keys() >= {*self.views.values()}:
@@ -198,7 +201,7 @@ class Homes:
         views = {position: at[i] for position, i in self.views.items()}
         tensors = [self._state.memory[i] for i in self._replaced]
         self._state.let_move(self._replaced)
-        return Replaced(tensors, names, views, holders, self._backend)
+        return ReplacedStorages(tensors, names, views, holders, self._backend)
 
     def _name(self, i: int) -> str:
         return self._state.name_of(self._state.tensors[i])

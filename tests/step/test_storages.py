@@ -1,4 +1,4 @@
-"""A step may give tensors other memory, as in ``p.data = new``: see Note [Homes of tensors]."""
+"""A step may give tensors other memory, as in ``p.data = new``: see Note [Replaced storages]."""
 
 from __future__ import annotations
 
