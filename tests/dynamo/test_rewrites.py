@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from thunder_cg import explain, thunderfx
 from thunder_cg.dynamo.constants import compute_numbers_first
+from thunder_cg.dynamo.own_symbols import use_own_operator
 from thunder_cg.errors import LayoutError
 
 
@@ -728,13 +729,26 @@ def test_attention_by_keywords(backend, device, deterministic, options):
 
     def attend(x):
         q = x.view(2, 5, 4, 2).transpose(1, 2)
-        mask = q[0, 0, :, :1] < q[0, 0, :, 0] + 1  # each row has one at least
-        others = {"attn_mask": mask} if "attn_mask" in options else options
+        others = {"attn_mask": q[0, 0, :, :1] < 1} if "attn_mask" in options else options
         return F.scaled_dot_product_attention(query=q, key=q.sin(), value=q.cos(), **others)
 
     graphed = trains_alike(Around(attend).to(device), lambda: torch.randn(2, 5, 8, device=device), backend, 1e-5)
     assert one_region_each_way(graphed)
     assert not explain(graphed).joined
+
+
+@pytest.mark.parametrize(("width", "dtype"), [(2, torch.float32), (4, torch.bfloat16), (8, torch.float64)])
+def test_masked_attention_without_a_fused_kernel(width, dtype):
+    """On CUDA, too, Thunder's own is NaN for a row of the mask that is all False, and PyTorch's is zero."""
+    graph = torch.fx.Graph()
+    tensors = [graph.placeholder(name) for name in ("query", "key", "value", "attn_mask")]
+    attention = graph.call_function(F.scaled_dot_product_attention, tuple(tensors))
+    with FakeTensorMode():
+        for node in (*tensors[:3], attention):
+            node.meta["example_value"] = torch.empty(2, 4, 8, width, dtype=dtype, device="cuda")
+        tensors[3].meta["example_value"] = torch.empty(8, 8, dtype=torch.bool, device="cuda")
+        use_own_operator(attention, {})
+    assert attention.target is not F.scaled_dot_product_attention
 
 
 DROPOUTS = [0.0, 1e-30]

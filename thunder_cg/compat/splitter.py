@@ -417,7 +417,8 @@ def _trial(symbol: Any, node: Node, options: dict[str, Any], casts: Sequence[Aut
             known.append(repr(value))
         else:
             return None
-    return symbol, structure, (*known,), options.get("disable_torch_autograd"), casts
+    defaults = torch.get_default_dtype(), torch.get_default_device()
+    return symbol, structure, (*known,), options.get("disable_torch_autograd"), casts, defaults
 
 
 def _restore_grad_mode(part: GraphModule) -> None:

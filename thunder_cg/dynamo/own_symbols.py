@@ -94,11 +94,13 @@ def _is_right_loss(node: Node) -> bool:
 def _is_more_than_symbol(attention: Node) -> bool:
     """Whether Thunder's symbol for attention, whose kernels are better in training, gets it wrong.
 
-    It takes no ``enable_gqa``. On the CPU, it is written out, and NaN for what a mask keeps from attending to anything,
-    as the padding on the left.
+    It takes no ``enable_gqa``. Where no fused kernel is for it, it is written out, and NaN for what a mask keeps from
+    attending to anything, as the padding on the left: on the CPU, and where rows of heads are not aligned to 16 bytes.
     """
-    is_masked_on_cpu = attention.args[3] is not None and example(attention).device.type == "cpu"
-    return "enable_gqa" in attention.kwargs or is_masked_on_cpu
+    query, _, value = (example(each) for each in attention.args[:3])
+    is_aligned = all(each.shape[-1] * each.element_size() % 16 == 0 for each in (query, value))
+    is_written_out = query.device.type == "cpu" or query.dtype is torch.float64 or not is_aligned
+    return "enable_gqa" in attention.kwargs or (attention.args[3] is not None and is_written_out)
 
 
 def trace_multi_head_attention(node: Node) -> None:

@@ -141,7 +141,7 @@ class Program(Counts):
                 gradients = parameter_gradients(forward.ops, self.ops)
             first = forward.memory.arena
             self.pair.call_memory = CallMemory(first, max(first, needed), self.memory.apart, gradients)
-        self.pair.first_segment = self.memory.first_segment
+        self.pair.first_segment = min(self.memory.first_segment, needed)  # with which a memory budget is compared
         self.budget = ProgramBudget(shared.arenas, self.pair, self.regions, needed)
         self._place_regions(in_pool)
         self.collectives = self._find_collectives()
