@@ -525,7 +525,8 @@ def test_sizes_that_are_dynamic(backend, device, fn):
     graphed = trains_alike(
         Around(fn).to(device), lambda: torch.randn(next(rows), 2, 8, device=device), backend, dynamic=True
     )
-    assert bool(explain(graphed).outside) == (fn in (_cut, _cut_fraction))
+    report = explain(graphed)
+    assert not report.outside and bool(report.joined) == (fn in (_cut, _cut_fraction))
 
 
 def test_a_cache_that_begins_empty(backend, device):
