@@ -13,6 +13,7 @@ from thunder_cg.analysis.collectives import coalesced
 from thunder_cg.analysis.dependencies import dependencies
 from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.analysis.rules import Reason
+from thunder_cg.analysis.segments import Event, peak
 
 # Regrouping may raise the estimated peak memory by this factor over trace order, no further. An increase of at most as
 # many bytes as the slack never matters: torch's allocator asks the device for no smaller segment.
@@ -314,19 +315,10 @@ class PeakMemory:
         Args:
             start: takes the place of the attribute, and so does ``returned``.
         """
-        size = dict(self.start if start is None else start)
-        alive = peak = sum(size.values())
-        for name, nbytes in self.events(order, returned):
-            if nbytes:
-                size[name] = size.get(name, 0) + nbytes
-                alive += nbytes
-                peak = max(peak, alive)
-            else:
-                alive -= size.pop(name, 0)
-        return peak
+        return peak(self.events(order, returned), self.start if start is None else start)
 
-    def events(self, order: Iterable[int], returned: Set[str] | None = None) -> Iterator[tuple[str, int]]:
-        """What is allocated and freed, in this order: the alias set, and its bytes; 0 if it is freed."""
+    def events(self, order: Iterable[int], returned: Set[str] | None = None) -> Iterator[Event]:
+        """What is allocated and freed, in this order, by alias set."""
         order, returned = [*order], self.returned if returned is None else returned
         last = {name: position for position, op in enumerate(order) for name in self.touches[op]}
         for position, op in enumerate(order):

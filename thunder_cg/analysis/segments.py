@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 # How the allocator rounds, in bytes (torch 2.9 to 2.11, unless PYTORCH_CUDA_ALLOC_CONF says otherwise).
 SMALL = 2**20  # tensors up to this size have segments of their own, of 2 MiB
@@ -77,22 +77,23 @@ class Segments:
 def first_segment(events: Sequence[Event]) -> int:
     """Bytes to have in one segment before what allocates and frees in this order; 0 for none."""
     without = Segments().play(events).nbytes
-    peak = _peak(events)
-    sizes = {_peak(events, peak // part) for part in _LARGEST}
+    large = [event for event in events if not event[1] or event[1] > SMALL]
+    most = peak(large, {})
+    sizes = {peak((event for event in large if event[1] <= most // part), {}) for part in _LARGEST}
     needs = {size: Segments(size).play(events).nbytes for size in sizes if size >= LEAST_SEGMENT}
     best = min(needs, key=lambda size: (needs[size], size), default=0)
     return best if best and needs[best] < _WORTH * without else 0
 
 
-def _peak(events: Sequence[Event], largest: int | None = None) -> int:
-    """Bytes of large tensors that live at a time, of none but those up to a size."""
-    size: defaultdict[str, int] = defaultdict(int)
-    alive = peak = 0
+def peak(events: Iterable[Event], start: Mapping[str, int]) -> int:
+    """Bytes that live at a time, at most, if ``start`` does before."""
+    size = dict(start)
+    alive = most = sum(size.values())
     for name, nbytes in events:
-        if not nbytes:
-            alive -= size.pop(name, 0)
-        elif nbytes > SMALL and (largest is None or nbytes <= largest):
-            size[name] += nbytes
+        if nbytes:
+            size[name] = size.get(name, 0) + nbytes
             alive += nbytes
-            peak = max(peak, alive)
-    return peak
+            most = max(most, alive)
+        else:
+            alive -= size.pop(name, 0)
+    return most
