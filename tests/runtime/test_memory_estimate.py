@@ -160,6 +160,16 @@ def test_a_backward_of_many_functions_in_flight_allocates_apart(in_flight, backe
     ]
 
 
+def test_a_small_call_in_flight_leaves_the_arena_of_a_large_one_alone(backend, device):
+    transform = cudagraph_transform(backend=backend)
+    first, small, large = (thunder.jit(mlp(2, 64).to(device), transforms=[transform]) for _ in range(3))
+    rows = torch.randn(2048, 64, device=device)
+    for count in (0, 0, 0, 8, 16, 24):
+        between = [small(rows[:count])] if count else []  # another shape each time, so another pair of programs
+        sum(y.sum() for y in (first(rows), *between, large(rows))).backward()
+    assert [len(program.pair.arenas()) for program in programs(large)] == [1, 1]
+
+
 @pytest.mark.parametrize("deny", [[], ["gelu"]])
 def test_eager_backwards_free_what_they_have_read(deny):
     """As uncaptured Thunder does: the forward's values go while the gradients come."""

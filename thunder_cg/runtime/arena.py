@@ -61,7 +61,7 @@ class Arena:
         self._pools: dict[torch.device, Pool] = {}
         self._lent: list[Lent] = []  # Note [Lent gradients]
         self._lent_to = 0  # the thread
-        self.first_segments: dict[torch.device, int] = {}  # bytes that an empty pool is to get at once
+        self.first_segments: dict[torch.device, int] = {}  # bytes that a pool with little memory is to get at once
         self.call_memory: CallMemory | None = None  # what the call takes that holds it, or did; None without a backward
         self._has_moved = False  # whether its graphs have lent what was moved, and its memory is too large without
         # Ends the life of everything in its memory but what is lent.
@@ -267,12 +267,18 @@ class Arenas:
         """Raises the limit while ``pair`` lives, by what each may have."""
         self._pairs.add(pair)
 
-    def hold(self, preferred: list[Arena]) -> Arena | None:
-        """Takes a free arena, one of ``preferred`` if possible, a new one if none is free; None past the limit."""
+    def hold(self, preferred: list[Arena], call_memory: CallMemory | None) -> Arena | None:
+        """Takes a free arena, one of ``preferred`` if possible, a new one if none is free; None past the limit.
+
+        Args:
+            call_memory: of the call. If it holds the arena until its backward, while others are in flight, it leaves
+                an arena that is much too large to those, and has a new one.
+        """
         for arena in preferred:
             if arena.hold():
                 return arena
-        return self._hold_one_of(self._arenas)
+        is_among_others = call_memory is not None and any(each.is_held() for each in _alive(self._arenas))
+        return self._hold_one_of(self._arenas, call_memory.shared if call_memory and is_among_others else None)
 
     def hold_scratch(self, arena: Arena) -> Arena | None:
         """Takes a scratch arena for a backward; None where it should allocate in ``arena``, which its forward did."""
@@ -299,13 +305,18 @@ class Arenas:
             alive = _alive(self._arenas)
             return alive[0] if alive else self._add(Arena(self._backend, self._poison), self._arenas)
 
-    def _hold_one_of(self, arenas: list[weakref.ref[Arena]]) -> Arena | None:
+    def _hold_one_of(self, arenas: list[weakref.ref[Arena]], needed: int | None = None) -> Arena | None:
+        """The first free one, or with ``needed`` bytes the one that fits best; a new one wastes as much as it needs."""
         with self._lock:
             alive = _alive(arenas)
+            is_full = len(alive) >= self._limit * len(self._pairs)
+            if needed is not None:
+                waste = {arena: abs(arena.nbytes() - needed) for arena in alive if not arena.is_held()}
+                alive = sorted((arena for arena in waste if is_full or waste[arena] <= needed), key=waste.__getitem__)
             for arena in alive:
                 if arena.hold():
                     return arena
-            if len(alive) >= self._limit * len(self._pairs):
+            if is_full:
                 return None
             arena = Arena(self._backend, self._poison)
             arena.try_hold()  # before anybody else can find it

@@ -68,7 +68,7 @@ class Pool(Protocol):
         """Orders the caller's current stream after the last one that used this pool."""
 
     def reserve(self, nbytes: int) -> None:
-        """Has a pool without memory get so much in one segment, if there is so much."""
+        """Has a pool that has little memory get so much in one segment, if there is so much."""
 
     def memory(self, nbytes: int) -> torch.Tensor:
         """``nbytes`` bytes of the pool, as a flat ``uint8`` tensor that owns them."""

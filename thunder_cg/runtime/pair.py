@@ -150,12 +150,12 @@ class Pair:
 
     def hold_arena(self) -> Arena | None:
         """A free arena, if there is one, or after garbage was collected: outputs in reference cycles hold arenas."""
-        arena = self._arenas.hold(self._used)
+        arena = self._arenas.hold(self._used, self.call_memory)
         if arena is None:
             self._found_held += 1
             if self._found_held >= self._collect_at:
                 gc.collect()
-                arena = self._arenas.hold(self._used)
+                arena = self._arenas.hold(self._used, self.call_memory)
                 if arena is None:
                     self._collect_at *= 2  # these are no cycles: look again, but less and less often
                 else:
