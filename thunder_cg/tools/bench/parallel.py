@@ -29,6 +29,7 @@ from thunder_cg.tools.bench.variants import (
     OURS_FUSED,
     REDUCE_OVERHEAD,
     THUNDER,
+    THUNDER_FUSED,
     Prepared,
     Subject,
     in_one_graph,
@@ -62,7 +63,7 @@ def variants(device: torch.device, quick: bool, trains: bool) -> Sequence[str]:
     if quick:
         return (EAGER, THUNDER, OURS, *steps[:1], FLOOR_OF_THUNDER, FLOOR)
     torchs = (EAGER, COMPILE, REDUCE_OVERHEAD)
-    return (*torchs, THUNDER, COLLECTIVES_EAGER, OURS, OURS_FUSED, *steps, FLOOR_OF_THUNDER, FLOOR)
+    return (*torchs, THUNDER, THUNDER_FUSED, COLLECTIVES_EAGER, OURS, OURS_FUSED, *steps, FLOOR_OF_THUNDER, FLOOR)
 
 
 def prepare(name: str, subject: RankSubject) -> Prepared:
@@ -279,6 +280,7 @@ _VARIANTS: Mapping[str, Callable[[RankSubject], Prepared]] = {
     COMPILE: partial(_torch, mode="default"),
     REDUCE_OVERHEAD: partial(_torch, mode="reduce-overhead"),
     THUNDER: _thunder,
+    THUNDER_FUSED: partial(_thunder, executors=executors()),
     COLLECTIVES_EAGER: partial(_thunder, collectives="never"),
     OURS: partial(_thunder, collectives="auto"),
     OURS_FUSED: partial(_thunder, collectives="auto", executors=executors()),

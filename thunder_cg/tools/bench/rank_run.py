@@ -17,7 +17,16 @@ from thunder_cg.tools.bench.distributed import RankRow, measure_case, under_way
 from thunder_cg.tools.bench.measure import EVERY_VARIANT, ticks
 from thunder_cg.tools.bench.parallel import variants
 from thunder_cg.tools.bench.rank_cases import RankCase, rank_cases
-from thunder_cg.tools.bench.variants import COMPILE, FLOOR, FLOOR_OF_THUNDER, OURS, OURS_FUSED, THUNDER, CaseSettings
+from thunder_cg.tools.bench.variants import (
+    COMPILE,
+    FLOOR,
+    FLOOR_OF_THUNDER,
+    OURS,
+    OURS_FUSED,
+    THUNDER,
+    THUNDER_FUSED,
+    CaseSettings,
+)
 from thunder_cg.tools.ranks import Rank, RankFailed, run_on_ranks
 from thunder_cg.tools.results import RowResults, environment
 from thunder_cg.tools.turns import Turns
@@ -157,7 +166,7 @@ def overview(rows: Sequence[RankRow]) -> str:
     """All cases as two Markdown tables: times, and how far ranks are apart with the memory that is reserved."""
     measured = [*dict.fromkeys(row.variant for row in rows)]
     times = _overview(rows, "ms, back to back", measured, lambda row: f"{row.back_to_back_ms:.2f}")
-    compared = (THUNDER, OURS, OURS_FUSED, FLOOR)
+    compared = (THUNDER, OURS, THUNDER_FUSED, OURS_FUSED, FLOOR)
     title = "p99 of ms between the ranks; MB reserved"
     others = _overview(rows, title, compared, lambda row: f"{row.skew_p99_ms:.2f}; {row.reserved_mb:,.0f}")
     return f"{times}\n\n{others}"

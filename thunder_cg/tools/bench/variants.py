@@ -30,6 +30,7 @@ Step = Callable[[], Any]
 EAGER = "eager"
 THUNDER = "thunder"
 THUNDER_OWN = "thunder + CUDAGraphTransform"
+THUNDER_FUSED = "thunder, torch.compile fusions"
 OURS = "thunder_cg"
 COMPILE = "torch.compile"
 REDUCE_OVERHEAD = "torch.compile, reduce-overhead"
@@ -281,6 +282,7 @@ VARIANTS: dict[str, Callable[[Subject], Prepared]] = {
     REDUCE_OVERHEAD: _calling(lambda subject: marked(torch.compile(subject.model, mode="reduce-overhead"))),
     GRAPHED_CALLABLES: _calling(_graphed_callable),
     # With kernels that are chosen for the machine: fewer and other ones than Thunder's own.
+    THUNDER_FUSED: _calling(lambda subject: _jit(subject, executors=executors())),
     OURS_FUSED: _calling(lambda subject: _jit(subject, _graphs(subject), executors=executors())),
     GRAPHED_STEP: _graphed_step,
     GRAPHED_STEP_FUSED: lambda subject: _graphed_step(subject, executors=executors()),
