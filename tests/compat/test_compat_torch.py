@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, namedtuple
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -13,6 +15,7 @@ from torch.utils import _pytree
 
 from thunder_cg.compat import operators, torch as compat
 from thunder_cg.compat.torch import Settings
+from thunder_cg.compat.torch_compile import timing_kernels_in
 
 
 def test_tensors_without_memory_views_and_versions() -> None:
@@ -183,3 +186,25 @@ def test_names_of_operators_of_libraries() -> None:
         partial(print, ours.draws.default)
     )
     assert not operators.is_cudagraph_unsafe(ours.pure) and not operators.is_cudagraph_unsafe(print)
+
+
+def test_inductor_times_kernels_where_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.runtime.benchmarking import benchmarker
+
+    inside: list[str] = []
+    timed: list[tuple[str, ...]] = []
+
+    @contextmanager
+    def place() -> Iterator[None]:
+        inside.append("outside of the pool")
+        yield
+        inside.clear()
+
+    monkeypatch.setattr(type(benchmarker), "benchmark_gpu", lambda self, kernel: timed.append((kernel, *inside)))
+    with timing_kernels_in(place):
+        benchmarker.benchmark_gpu("first")
+        other = threading.Thread(target=benchmarker.benchmark_gpu, args=("another thread's",))
+        other.start()
+        other.join()
+    benchmarker.benchmark_gpu("last")
+    assert timed == [("first", "outside of the pool"), ("another thread's",), ("last",)]

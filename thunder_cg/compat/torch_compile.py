@@ -5,10 +5,11 @@ from __future__ import annotations
 import linecache
 import re
 import sys
+import threading
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
 from unittest.mock import patch
@@ -32,6 +33,21 @@ def free_layouts() -> AbstractContextManager[None]:
     import torch._inductor.config as config  # it is slow to import
 
     return config.patch(keep_output_stride=False)
+
+
+@contextmanager
+def timing_kernels_in(place: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Inside, this thread has Inductor time kernels in ``place()``: it allocates as much as the L2 cache for that."""
+    from torch._inductor.runtime.benchmarking import benchmarker
+
+    thread, benchmark = threading.get_ident(), benchmarker.benchmark_gpu
+
+    def benchmark_there(*args: Any, **kwargs: Any) -> Any:
+        with place() if threading.get_ident() == thread else nullcontext():
+            return benchmark(*args, **kwargs)
+
+    with patch.object(benchmarker, "benchmark_gpu", benchmark_there):
+        yield
 
 
 def call_compiled_through(call: Callable[[Callable[..., Any], Sequence[Any], str], Any]) -> bool:

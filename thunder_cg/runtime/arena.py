@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,11 +12,13 @@ from typing import Any, Protocol
 
 import torch
 
+from thunder_cg.analysis.segments import LEAST_SEGMENT
 from thunder_cg.compat import distributed
 from thunder_cg.runtime.backend import Backend, Pool
 from thunder_cg.runtime.lent import Lent
 
 _RAISE = "raise memory_budget"
+_FITS = 2 * LEAST_SEGMENT  # bytes: an arena that is so much too large is not much too large
 _GLOO = 0.1  # seconds for its thread to let go of gradients that the program has reduced itself
 
 
@@ -306,13 +309,14 @@ class Arenas:
             return alive[0] if alive else self._add(Arena(self._backend, self._poison), self._arenas)
 
     def _hold_one_of(self, arenas: list[weakref.ref[Arena]], needed: int | None = None) -> Arena | None:
-        """The first free one, or with ``needed`` bytes the one that fits best; a new one wastes as much as it needs."""
+        """The first free one; with ``needed`` bytes the one that fits best, or a new one if that wastes less."""
         with self._lock:
             alive = _alive(arenas)
             is_full = len(alive) >= self._limit * len(self._pairs)
             if needed is not None:
                 waste = {arena: abs(arena.nbytes() - needed) for arena in alive if not arena.is_held()}
-                alive = sorted((arena for arena in waste if is_full or waste[arena] <= needed), key=waste.__getitem__)
+                most = sys.maxsize if is_full else max(needed, _FITS)
+                alive = sorted((arena for arena in waste if waste[arena] <= most), key=waste.__getitem__)
             for arena in alive:
                 if arena.hold():
                     return arena

@@ -9,7 +9,7 @@ Note [Memory for a pool]
     before a warm-up, which makes the pool as large as it gets: both together take no more than an eager call. When
     memory runs out, the allocator frees its cache and tries again, but not while this thread allocates from a private
     pool. So this module frees the cache after a warm-up or a capture has failed, and once more before the next
-    capture, because what was in the way may be cached by then.
+    capture, because what was in the way may be cached by then. What Inductor allocates to time kernels stays outside.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch
 from thunder_cg.analysis.segments import LEAST_SEGMENT
 from thunder_cg.compat import cuda
 from thunder_cg.compat.torch import deterministic_fill, keep_with_storage
+from thunder_cg.compat.torch_compile import timing_kernels_in
 from thunder_cg.runtime.backend import CopiedOut, Function, Tensors
 from thunder_cg.runtime.cuda import copy_nodes
 from thunder_cg.runtime.cuda.graph import CudaGraph
@@ -146,7 +147,8 @@ class CudaPool:
         """Inside, this thread allocates from the private pool, after the cache was freed: Note [Memory for a pool]."""
         with suppress(RuntimeError):  # while a user captures on another thread
             torch.cuda.empty_cache()
-        with cuda.use_pool(self._index, self._private_pool.id):
+        pool = self._index, self._private_pool.id
+        with cuda.use_pool(*pool), timing_kernels_in(partial(cuda.leave_pool, *pool)):
             yield
 
     def _copy_to_caller(self, stream: torch.cuda.Stream, tensors: Tensors) -> list[torch.Tensor]:
