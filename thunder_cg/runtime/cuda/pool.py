@@ -147,9 +147,18 @@ class CudaPool:
         """Inside, this thread allocates from the private pool, after the cache was freed: Note [Memory for a pool]."""
         with suppress(RuntimeError):  # while a user captures on another thread
             torch.cuda.empty_cache()
-        pool = self._index, self._private_pool.id
-        with cuda.use_pool(*pool), timing_kernels_in(partial(cuda.leave_pool, *pool)):
+        with cuda.use_pool(self._index, self._private_pool.id), timing_kernels_in(self._outside):
             yield
+
+    @contextmanager
+    def _outside(self) -> Iterator[None]:
+        """Inside a warm-up: this thread does not allocate from the private pool, and keeps nothing cached elsewhere."""
+        with cuda.leave_pool(self._index, self._private_pool.id):
+            try:
+                yield
+            finally:
+                with suppress(RuntimeError):  # while a user captures on another thread
+                    torch.cuda.empty_cache()
 
     def _copy_to_caller(self, stream: torch.cuda.Stream, tensors: Tensors) -> list[torch.Tensor]:
         """Copies of these, in memory of the caller's ``stream`` outside of the private pool."""
