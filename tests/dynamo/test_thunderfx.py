@@ -1029,6 +1029,21 @@ def test_a_gradient_at_a_graph_break(backend, device, create_graph):
     assert not explain(energy).breaks
 
 
+def test_a_piece_that_inductor_cannot_compile_runs_by_itself(backend, device, monkeypatch, caplog):
+    def fails(*args, **kwargs):
+        raise torch._inductor.exc.InductorError(AssertionError("no code for s14 + s15"), None)
+
+    monkeypatch.setattr("thunder_cg.dynamo.pieces.compile_each_way", fails)
+    monkeypatch.setattr(torch._inductor, "compile", fails)
+    compiled = thunderfx(lambda x: torch.vmap(torch.sin)(torch.tanh(x)) * 2, backend=backend)
+    x = torch.randn(8, device=device)
+    for _ in range(4):
+        assert torch.equal(compiled(x), torch.sin(torch.tanh(x)) * 2)
+    assert "Inductor raised AssertionError: no code for s14 + s15; the operators there run one by one" in caplog.text
+    (piece,) = explain(compiled).outside
+    assert "PyTorch does not compile it by itself" in piece.apart
+
+
 def test_an_lstm_in_training(backend, device):
     """Inductor (2.11) raises for one on a CPU whose input has no gradient."""
     model = nn.LSTM(4, 4).to(device)

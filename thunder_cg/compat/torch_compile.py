@@ -15,6 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch._inductor.exc
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.external_utils import wrap_inline
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -26,6 +27,8 @@ from thunder_cg.compat.torch import names_of, tree_map_only
 CompileError = TorchDynamoException
 # What it raises, likewise, where it has compiled the function for as many layouts of arguments as it may.
 TooManyLayouts = FailOnRecompileLimitHit
+# What Inductor raises where it cannot compile a graph.
+InductorError = torch._inductor.exc.InductorError
 
 
 def free_layouts() -> AbstractContextManager[None]:

@@ -7,19 +7,23 @@ Inductor compiled refuses other ones. So values are laid out there as Dynamo saw
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from thunder_cg.analysis.sources import called_from, user_frames
+from thunder_cg.analysis.sources import called_from, described, user_frames
 from thunder_cg.compat.splitter import example, inside_transforms, is_read_number, operator_name
 from thunder_cg.compat.torch import dispatch_mode_count, has_storage, shares_storage, tensors_in
+from thunder_cg.compat.torch_compile import InductorError
 from thunder_cg.dynamo import operators
 from thunder_cg.dynamo.nodes import call_before, call_instead
 from thunder_cg.dynamo.writes import requires_grad, shares_memory, writes_to_inputs, written_by
 from thunder_cg.errors import LayoutError
+
+_logger = logging.getLogger(__name__)
 
 # What makes a tensor with the strides of another one, which Thunder's do not keep, and what makes it from sizes.
 LIKE: dict[Any, Callable[..., Any]] = {
@@ -75,8 +79,8 @@ def layout_counts(node: Node) -> bool:
 def keeping_layouts(compile_piece: Callable[..., Any]) -> Callable[..., Any]:
     """``torch._inductor.compile`` of pieces that take values in the layouts that they were compiled for.
 
-    Under a dispatch mode, they run operator by operator, and always if they write with a gradient to what they get,
-    unless they read memory by strides.
+    Under a dispatch mode, they run operator by operator, and always if Inductor cannot compile them, or if they write
+    with a gradient to what they get, unless they read memory by strides.
     """
 
     def compiled_piece(piece: GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -90,6 +94,11 @@ def keeping_layouts(compile_piece: Callable[..., Any]) -> Callable[..., Any]:
         except AssertionError:  # Inductor (2.11) cannot differentiate some pieces that read a number from a tensor
             if not any(is_read_number(example(node)) for node in operators_of_piece.graph.nodes):
                 raise
+            return operators_of_piece
+        except InductorError as error:
+            lines = (called_from(user_frames(node.stack_trace)) for node in operators_of_piece.graph.nodes)
+            where, raised = ", ".join(filter(None, dict.fromkeys(lines))), described(error.inner_exception)
+            _logger.warning("%s: Inductor raised %s; the operators there run one by one", where, raised)
             return operators_of_piece
         *_, output = piece.graph.nodes
         kept = [example(output.args), *(example(written_by(node)) for node in piece.graph.nodes)]
