@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import thunder
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from thunder_cg import explain
@@ -573,3 +575,35 @@ def test_dtensors(ranks: Ranks) -> None:
         assert "communicates" in reasons.pop("dtensor_redistribute")
         assert reasons.keys() == {"dtensor_linear_prim", "dtensor_exp_prim", "dtensor_add_prim"}
         assert all("works on DTensors" in reason for reason in reasons.values())
+
+
+def train_parallelized(steps: int) -> tuple[int, list[Any], dict[str, str]]:
+    """Inductor's pieces run as they are, since it takes seconds to compile them."""
+    import parallel
+
+    mesh = init_device_mesh(parallel.device().type, (torch.distributed.get_world_size(),))
+    plan = {"block.up": ColwiseParallel(), "block.down": RowwiseParallel()}
+    found: list[list[torch.Tensor]] = []
+    for graphs in ([], [parallel.transform()]):
+        torch._dynamo.reset()
+        model = parallelize_module(parallel.model(), mesh, plan)
+        compiled = compile_with(model, transforms=graphs)
+        found.append([])
+        with mock.patch.object(torch._inductor, "compile", lambda module, *inputs, **options: module):
+            for step in range(steps):
+                model.zero_grad()
+                loss = compiled(parallel.tokens(step, shared=True)).square().mean()
+                loss.backward()
+                found[-1] += [loss.detach(), *(local(p.grad) for p in model.parameters())]
+    outside = {each.operator: each.reason for each in explain(compiled).outside}
+    return parallel.differing(*found), parallel.summary(compiled), outside
+
+
+@nightly
+def test_parallelized_modules_train(ranks: Ranks) -> None:
+    """Thunder has no gradient of what makes DTensors, so Inductor gets all that works on them."""
+    for differing, traces, outside in ranks.run(train_parallelized, 4):
+        assert not differing
+        assert [trace["replays"] for trace in traces][2:4] == [[3], [3]]  # between the two linear layers
+        assert outside.keys() == {"DTensor.from_local", "linear", "DTensor.redistribute", "DTensor.to_local"}
+        assert all("works on DTensors, of which Thunder knows no gradient" in reason for reason in outside.values())

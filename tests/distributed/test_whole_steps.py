@@ -41,6 +41,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from torch.nn.parallel import DistributedDataParallel
 
 from thunder_cg import explain, graphed_step
+from thunder_cg.compat import distributed
 from thunder_cg.runtime import agreement
 from thunder_cg.runtime.agreement import StepCall
 
@@ -427,7 +428,7 @@ def test_functional_collectives(ranks: Ranks) -> None:
 
 
 def overlapping() -> str:
-    """Reduces two gradients, and computes with the first only while the second is under way."""
+    """Reduces two gradients, and computes with the first only while the second is under way; and the rest together."""
     import parallel
 
     def make(model: Any) -> Callable[..., Any]:
@@ -435,11 +436,14 @@ def overlapping() -> str:
             model.zero_grad()
             loss = model(tokens).square().mean()
             loss.backward()
-            first, second = (p.grad for p in [*model.parameters()][:2])
+            first, second, *others = (p.grad for p in model.parameters())
             works = [dist.all_reduce(first, async_op=True), dist.all_reduce(second, async_op=True)]
             works[0].wait()
             first.div_(2)
             works[1].wait()
+            with distributed.coalescing():
+                for each in others:
+                    dist.all_reduce(each)
             return loss.detach()
 
         return step
@@ -453,8 +457,9 @@ def overlapping() -> str:
 def test_what_overlaps(ranks: Ranks) -> None:
     """`explain` counts the collectives that have work between their start and their wait."""
     for text in ranks.run(overlapping):
-        said = "2 all_reduce of 4.0 KiB in the group default_pg of 2 ranks; 1 can overlap with compute"
-        assert said in text, text
+        group = "in the group default_pg of 2 ranks"
+        assert f"2 all_reduce of 4.0 KiB {group}; 1 can overlap with compute" in text, text
+        assert f"1 allreduce_coalesced of 2.3 KiB {group}; 0 can overlap with compute" in text, text
 
 
 # Parameters that are DTensors

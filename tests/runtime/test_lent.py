@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from contextlib import nullcontext
+from functools import partial
 from threading import Thread
 
 import pytest
@@ -83,6 +84,34 @@ def test_gradients_that_gloo_holds_for_a_moment(device, pair, monkeypatch):
         both(pair, batch(device, i))
         held += [p.grad.detach() for p in graphed.parameters()] if device == "cpu" else []
     assert lends(graphed) and replays(graphed) == 10
+
+
+def fails_if(raises, gradient):
+    if next(raises):
+        raise ArithmeticError
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_what_a_backward_that_raises_leaves_in_the_queue_of_autograd(backend, device, others):
+    """It is no loan that somebody holds, nor is another function's call in flight whose node is there."""
+    pairs = [twice(mlp(2, 16).to(device), cudagraph_transform(backend=backend)) for _ in range(1 + others)]
+    for models in zip(*pairs):
+        raises = iter([False, False, False, True, False, False])
+        next(models[-1].parameters()).register_hook(partial(fails_if, raises))
+        for i in range(6):
+            x = batch(device, i)
+            for model in models:
+                model.zero_grad(set_to_none=True)
+                x = model(x)
+            loss, x = x.square().mean(), None
+            with pytest.raises(ArithmeticError) if i == 3 else nullcontext():
+                loss.backward()
+            del loss
+    for pair in pairs:
+        same_state(*pair)
+        graphed = pair[1]
+        assert lends(graphed) and len(backward_of(graphed).pair.arenas()) == 1
+        assert [region.stats.captures for program in programs(graphed) for region in program.regions] == [1, 1]
 
 
 def zero_after_the_forward(model, x):

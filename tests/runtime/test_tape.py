@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from thunder_cg.errors import CaptureRefused
+from thunder_cg.errors import CaptureRefused, ReplayRefused
 from thunder_cg.runtime.tape import TapeBackend
 
 CPU = torch.device("cpu")
@@ -31,6 +31,17 @@ def test_replay_reads_and_writes_the_captured_addresses(pool):
     x.data = torch.zeros(4)  # another address, which the graph does not have
     graph.replay()
     torch.testing.assert_close(y, expected, rtol=0, atol=0)
+
+
+def test_a_storage_that_has_got_other_memory(pool):
+    """As FSDP2 frees and allocates those of parameters. What the addresses are of now may be another parameter."""
+    x = torch.ones(4)
+    graph, _ = pool.capture(lambda t: [t[2:] * 2], [x.detach()])
+    graph.replay()
+    for nbytes in (0, 1 << 20):
+        x.untyped_storage().resize_(nbytes)
+        with pytest.raises(ReplayRefused, match="has other memory now"):
+            graph.replay()
 
 
 def test_a_result_may_be_expanded(pool):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from inspect import getclosurevars
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -198,6 +198,19 @@ def operator_name(node: Node) -> str:
     return str(node.target) if node.op == "call_method" else str(getattr(node.target, "__name__", ""))
 
 
+def dtensor_method(node: Node) -> str | None:
+    """The method of DTensors that Dynamo, or Thunder's splitter, has made a function of, which the node calls."""
+    names = ("from_local", "redistribute", "to_local") if node.op == "call_function" else ()
+    return next((name for name in names if name in operator_name(node)), None)
+
+
+def trains_on_dtensors(graph: Graph) -> bool:
+    """Whether it makes DTensors of other tensors, or these of DTensors, with a gradient, which Thunder has none for."""
+    untracked = without_gradient(graph)
+    found = [node for node in graph.nodes if dtensor_method(node) is not None and node.name not in untracked]
+    return any(tensor.requires_grad for tensor in tensors_in([*map(example, found)]))
+
+
 def numpy_name(node: Node) -> str | None:
     """The name of the function of NumPy's that Dynamo has PyTorch compute in a node: "numpy.random.rand"."""
     function: Any = node.target
@@ -337,11 +350,16 @@ def keeping_fallbacks(
         patch.object(utils, "auto_register_ops", frozenset()),
         patch.object(utils, "try_execute_thunder_symbol", try_once),
         patch.object(utils, "is_node_supported_by_thunder", is_kept),
-        patch.object(splitter, "is_node_supported_by_thunder", is_kept),
-        patch.object(splitter, "split_module", split_balanced),
+        patch.multiple(splitter, is_node_supported_by_thunder=is_kept, split_module=split_balanced),
+        patch.object(splitter, "translate_dtensor_ops", partial(_translate_dtensors, splitter.translate_dtensor_ops)),
         patch.object(torch._inductor, "compile", around_inductor(torch._inductor.compile)),
     ):
         yield
+
+
+def _translate_dtensors(translate: Callable[[GraphModule], None], module: GraphModule) -> None:
+    if not trains_on_dtensors(module.graph):  # else Inductor gets what makes DTensors, as Dynamo has written it
+        translate(module)
 
 
 _MODES = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast, torch._C._set_grad_enabled)
@@ -534,6 +552,8 @@ class SeenNode(NamedTuple):
             operator = "torch.from_numpy" if is_from_numpy else f"torch.{operator_name(node)}"
         elif is_of_transform(node):
             operator = "a transform of torch.func"
+        elif (method := dtensor_method(node)) is not None:
+            operator = f"DTensor.{method}"
         return cls(node.stack_trace, operator, not is_of_transform(node))
 
 

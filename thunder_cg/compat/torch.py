@@ -398,6 +398,21 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+# The inputs of a backward that runs nothing.
+_nothing = torch.zeros((), device="cpu", requires_grad=True), torch.zeros((), device="cpu")
+
+
+def drop_failed_backwards() -> None:
+    """Frees what backwards of this thread that raised have left in its queue: nodes, and the gradients for them.
+
+    Autograd does so when the next backward begins, which is after the next forward.
+    """
+    if not in_backward():
+        leaf, gradient = _nothing
+        with without_torch_functions():
+            torch.autograd.grad(leaf, leaf, gradient)
+
+
 def backward_keeps_graph() -> bool:
     """Whether a backward is under way on this thread that keeps its graph for another one."""
     return in_backward() and torch._C._autograd._get_current_graph_task_keep_graph()

@@ -37,10 +37,11 @@ from thunder_cg.compat.splitter import (
     numpy_name,
     operator_name,
     reads_values,
+    trains_on_dtensors,
     without_gradient,
 )
 from thunder_cg.compat.thunder import is_known_view, symbols_of_functions
-from thunder_cg.compat.torch import has_storage, shares_storage, tensors_in, tree_leaves
+from thunder_cg.compat.torch import has_storage, is_wrapper, shares_storage, tensors_in, tree_leaves
 from thunder_cg.dynamo.layouts import layout_counts, reads_by_strides
 from thunder_cg.dynamo.nodes import argument
 from thunder_cg.dynamo.writes import (
@@ -65,6 +66,7 @@ _OF_PYTORCH = "; call PyTorch's function of that name, or index a tensor, which 
 _WITH_DIMENSION = "; give it a dimension, as with keepdim=True, or use a GPU"
 _OTHERS = "; use other operators, or call it outside of the compiled function"
 _REAL = "; compute with the real and the imaginary part as two tensors"
+_THUNDERS_PARALLELISM = "; take column_parallel and row_parallel of thunder.distributed, with thunder.jit"
 _INDEX = "; take torch.where, x.scatter(dim, index, source) or x.index_copy(dim, index, source)"
 _DRAWS_OTHERS = (
     "draws with PyTorch's generator under Dynamo, and so other numbers than NumPy would; with "
@@ -100,7 +102,7 @@ def _objections(graph: Graph, options: dict[str, Any]) -> Callable[[Node], str |
     transformed = inside_transforms(graph)
     lost_views = [example(node) for node in _views_lost_before_writes(graph)]
     lost, untracked = untracked_writes(graph), without_gradient(graph)
-    viewed = views_and_writes(graph)
+    viewed, with_dtensors = views_and_writes(graph), trains_on_dtensors(graph)
     is_given = _writes_across_pieces(graph, options)
 
     def objection(node: Node) -> str | None:
@@ -110,6 +112,8 @@ def _objections(graph: Graph, options: dict[str, Any]) -> Callable[[Node], str |
             )
         if (problem := _objection_to_node(node, options)) is not None:
             return problem
+        if with_dtensors and any(map(is_wrapper, tensors_in((example(node), example(node.args))))):
+            return "works on DTensors, of which Thunder knows no gradient" + _THUNDERS_PARALLELISM
         if node.name in lost:
             return "writes in place, without a gradient, to a tensor that has one, which Thunder loses" + _OUT_OF_PLACE
         if is_given(node):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from itertools import count
 
@@ -23,9 +23,9 @@ class CollectiveReport:
     ranks: int  # size of the group
     captured: bool  # whether a graph holds it
     launch: int  # collectives with one number are coalesced: one launch makes them
-    overlaps: bool  # whether kernels are launched between its start and its wait, so that both may run at a time
+    overlaps: bool  # whether kernels are launched between its start and the wait, so that both may run at a time
     issued_by: int | None = None  # index of the op that starts it
-    waited_by: int | None = None  # index of the op that waits for it; None if the collective itself does
+    waited_by: int | None = None  # index of the first op that waits for its launch; None if the collective itself does
 
 
 def collectives(program: Program) -> tuple[CollectiveReport, ...]:
@@ -34,10 +34,15 @@ def collectives(program: Program) -> tuple[CollectiveReport, ...]:
     captured = {index for region in program.regions if region.failure is None for index in region.planned.ops}
     order = [ops.ops[index] for step in program.plan.steps for index in step.ops]
     launches = _launches(program)
+    futures: dict[int, set[str]] = {}  # of each launch
+    for op in order:
+        mine = futures.setdefault(launches[op.index], set())
+        mine.update(name for name in op.outputs if ops.values[name].kind == "future")
     found = []
     for place, op in enumerate(order):
         for group in process_groups([op]):
-            wait = _wait(ops, op, order[place + 1 :])
+            launch, later = launches[op.index], order[place + 1 :]
+            wait = _wait(futures[launch], later)
             found.append(
                 CollectiveReport(
                     name=op.name.removeprefix("torch_").removeprefix("collectives_").removesuffix("_prim_impl"),
@@ -45,8 +50,8 @@ def collectives(program: Program) -> tuple[CollectiveReport, ...]:
                     group=name_of(group),
                     ranks=group.size(),
                     captured=op.index in captured,
-                    launch=launches[op.index],
-                    overlaps=_overlaps(ops, op, order[place + 1 :]),
+                    launch=launch,
+                    overlaps=_overlaps(futures[launch], later),
                     issued_by=op.index,
                     waited_by=wait.index if wait is not None else None,
                 )
@@ -75,20 +80,18 @@ def _bytes(ops: Ops, names: Sequence[str]) -> int:
     return sum(ops.values[name].nbytes for name in dict.fromkeys(names))
 
 
-def _wait(ops: Ops, op: Op, later: Sequence[Op]) -> Op | None:
-    """The first op that takes the future that ``op`` returns."""
-    futures = {name for name in op.outputs if ops.values[name].kind == "future"}
-    return next((other for other in later if futures.intersection(other.inputs)), None)
+def _wait(futures: Set[str], later: Sequence[Op]) -> Op | None:
+    """The first op that takes one of the futures of a launch, which then waits for all of it."""
+    return next((op for op in later if not futures.isdisjoint(op.inputs)), None)
 
 
-def _overlaps(ops: Ops, op: Op, later: Sequence[Op]) -> bool:
-    """Whether ``op`` returns a future, and an op that computes comes before the first one that takes it."""
-    is_asynchronous = any(ops.values[name].kind == "future" for name in op.outputs)
-    wait = _wait(ops, op, later)
-    for other in later:
-        if not is_asynchronous or other is wait:
+def _overlaps(futures: Set[str], later: Sequence[Op]) -> bool:
+    """Whether the launch returns futures, and an op that computes comes before the first one that takes one."""
+    wait = _wait(futures, later)
+    for op in later:
+        if not futures or op is wait:
             return False
-        rule = other.rule
-        if not other.bookkeeping and (rule is None or (rule.launches_kernels and not rule.communicates)):
+        rule = op.rule
+        if not op.bookkeeping and (rule is None or (rule.launches_kernels and not rule.communicates)):
             return True
     return False

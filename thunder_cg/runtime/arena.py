@@ -14,6 +14,7 @@ import torch
 
 from thunder_cg.analysis.segments import LEAST_SEGMENT
 from thunder_cg.compat import distributed
+from thunder_cg.compat.torch import drop_failed_backwards
 from thunder_cg.runtime.backend import Backend, Pool
 from thunder_cg.runtime.lent import Lent
 
@@ -105,9 +106,10 @@ class Arena:
         """Ends all loans. Releases the arena and returns False if something is held, or is at another place now."""
         may_use = False
         try:
-            held = self._held_by_callers()
-            if held and held[0].device.type == "cpu" and distributed.is_distributed():
-                distributed.await_gloo(lambda: not self._held_by_callers(), _GLOO)
+            if held := self._held_by_callers():
+                drop_failed_backwards()
+                if held[0].device.type == "cpu" and distributed.is_distributed():
+                    distributed.await_gloo(lambda: not self._held_by_callers(), _GLOO)
                 held = self._held_by_callers()
             if not held or self._may_move():
                 may_use = not self._move(held)

@@ -25,7 +25,7 @@ from thunder_cg.analysis.partition import PlannedTrace, Region
 from thunder_cg.analysis.rules import Reason
 from thunder_cg.analysis.sources import calling_line
 from thunder_cg.analysis.undefined import Routes
-from thunder_cg.compat.torch import backward_keeps_graph, in_backward
+from thunder_cg.compat.torch import backward_keeps_graph, drop_failed_backwards, in_backward
 from thunder_cg.errors import CaptureError, RanksDiffer
 from thunder_cg.options import Options
 from thunder_cg.progress import Stage, is_shown
@@ -263,6 +263,15 @@ class Program(Counts):
         pair = self.pair
         if pair.selection is not None and pair.selection.is_complete():
             self._select(pair.selection)
+        call = self._begin_replay(inputs)
+        if call is None and pair.recordings:
+            drop_failed_backwards()  # which may hold an arena
+            call = self._begin_replay(inputs)
+        return call or self._begin_without_recording(inputs)
+
+    def _begin_replay(self, inputs: list[torch.Tensor]) -> Call | None:
+        """A call that replays a recording, if there is one for it."""
+        pair = self.pair
         for recording in pair.recordings:
             assert recording.forward is not None
             if recording.forward.guard.holds(inputs) and recording.arena.hold():
@@ -275,7 +284,7 @@ class Program(Counts):
                 if pair.selection is not None:
                     pair.selection.begin_replay(call)
                 return call
-        return self._begin_without_recording(inputs)
+        return None
 
     def _begin_without_recording(self, inputs: list[torch.Tensor]) -> Call:
         """A call that no recording is for: warms up or captures, or runs eagerly where it cannot."""

@@ -336,6 +336,7 @@ class Calls:
             return
         self._object_to(frame, method)
         name = frame.f_code.co_name
+        name = method if name.startswith("_") else name  # of several that PyTorch coalesces
         self._last, self._began = StepCollective(name, _nbytes(args)), self._work()
         if is_torchs_own(frame) and isinstance(group := frame.f_locals.get("group"), ProcessGroup):
             self.groups.setdefault(group, []).append(self._last)
