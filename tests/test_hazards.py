@@ -65,6 +65,7 @@ Every test compares with uncaptured Thunder, bit for bit.
 | a capture changes what a graph draws that is still to run     | test_draws_while_another_captures      |
 | a number read from a tensor freezes                           | test_item                              |
 | so does one that is an index                                  | test_indices_that_are_numbers          |
+| a number is stored where the mask of another call says        | test_numbers_stored_by_a_mask          |
 | an operator keeps, writes or returns its input                | test_opaque_operators                  |
 | so does one that is eager for another reason as well          | test_opaque_operators_with_numbers     |
 | a side effect of an operator happens at capture only          | test_side_effects                      |
@@ -1173,6 +1174,29 @@ def test_indices_that_are_numbers(twins, device):
     assert sorted(waits) == ["Tensor.__getitem__", "Tensor.__setitem__", "Tensor.__setitem__"]
     assert [region["failure"] for region in regions(graphed)] == [None] * len(regions(graphed))
     assert replays(graphed) >= CALLS - 1
+
+
+def test_numbers_stored_by_a_mask(twins, device):
+    """PyTorch fills in a number without reading the mask on the host."""
+
+    def fn(x, places):
+        y = work(x)
+        y[x > 0] = -1.0
+        places[y[:, 0] > 0] = 7
+        return work(y) * places
+
+    plain, graphed = twins(fn)
+    for _ in range(CALLS):
+        x, places = torch.randn(4, 3, device=device, requires_grad=True), torch.arange(4, device=device)
+        found = []
+        for f in (plain, graphed):
+            mine, written = x.detach().clone().requires_grad_(), places[:, None].expand(4, 3).clone()
+            y = f(mine, written)
+            y.sum().backward()
+            found.append((y, written, mine.grad))
+        same(*found)
+    assert [(region["failure"], region["replays"]) for region in regions(graphed)] == [(None, CALLS - 1)] * 2
+    assert not any(trace.counts["eager"] for trace in explain(graphed).traces)
 
 
 @pytest.fixture

@@ -134,10 +134,17 @@ def stored(key, value):
 
 @pytest.mark.parametrize(
     ("key", "conditions"),
-    [(lambda i: 0, set()), (lambda i: slice(0, 2), set()), (lambda i: i, {"stores_number_at_tensor_index"})],
+    [
+        (lambda i: 0, set()),
+        (lambda i: slice(0, 2), set()),
+        (lambda i: i, {"stores_number_at_tensor_index"}),
+        (lambda i: i > 0, set()),
+        (lambda i: (i > 0).any(), {"uses_boolean_index"}),
+        (lambda i: (slice(None), i[[0, 1, 1, 0]] > 0), {"uses_boolean_index"}),
+    ],
 )
 def test_condition_of_stores(traces_of, key, conditions):
-    (ops,) = traces_of(stored(key, 2.0), torch.randn(3, 4), torch.tensor([0, 2]))
+    (ops,) = traces_of(stored(key, 2.0), torch.randn(3, 4), torch.tensor([0, 2, 1]))
     (store,) = only(ops, "copy_with_setitem_impl")
     assert set(store.conditions) == conditions
 

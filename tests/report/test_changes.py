@@ -15,7 +15,7 @@ from torch import nn
 from thunder_cg import CaptureError, explain, thunderfx
 from thunder_cg.report import ChangeReport
 from thunder_cg.report.opening import _fewer_of_one
-from thunder_cg.runtime.changes import FEW, IF_CACHE, for_numbers, for_shapes
+from thunder_cg.runtime.changes import FEW, IF_CACHE, CallChange, for_numbers, for_shapes
 
 
 class Scaled(nn.Module):
@@ -290,6 +290,17 @@ def test_what_to_do_about_a_number_goes_by_its_values(numbers, said) -> None:
     assert ("if the length changes, compute with all elements" in for_numbers(numbers)) == ("slice" in said)
 
 
+def test_the_length_of_a_static_cache_is_no_tensor() -> None:
+    """A cache of Transformers is as long as its prompt and what is to come."""
+    change = CallChange(
+        "number",
+        ("cache.layers[0].max_cache_len", "cache.layers[1].max_cache_len"),
+        dict.fromkeys([(18, 18), (22, 22)]),
+    )
+    assert change.problem == "2 lengths of a static cache, cache.layers[0].max_cache_len, so far (18, 22)"
+    assert change.fix.startswith("have generate make all caches as long: give it max_length=")
+
+
 def test_of_shapes_that_grow_a_cache_comes_first() -> None:
     grows = for_shapes([(1, 4, 1, 8), (1, 4, 2, 8), (1, 4, 3, 8)])
     assert grows.startswith(f"{IF_CACHE}; else pad to a few sizes")
@@ -304,6 +315,7 @@ def test_of_shapes_that_grow_a_cache_comes_first() -> None:
         ("self.keys is None", "make self.keys before the first call; if it is a cache"),
         ("tensor 'x' requires_grad mismatch. expected requires_grad=0", "inputs with a gradient and those without"),
         ("name == 'l1'", "keep it to a few values"),
+        ("cache.layers[0].max_cache_len == 18", "have generate make all caches as long"),
     ],
 )
 def test_what_to_do_about_a_condition_of_dynamos(condition, said) -> None:

@@ -135,8 +135,8 @@ def unfold_to_new_memory(node: Node) -> None:
 
 
 def reshape_what_thunder_lays_out(node: Node) -> None:
-    """What `torch.einsum` returns, which Thunder writes out, may have no such view there."""
+    """What `torch.einsum` or `repeat_interleave` returns, which Thunder writes out, may have no such view there."""
     source: Any = node.args[0]
-    is_product = isinstance(source, Node) and source.target is torch.einsum
-    if is_product and not any(isinstance(arg, torch.dtype) for arg in node.args) and not layout_counts(node):
+    is_laid_out = isinstance(source, Node) and operator_name(source) in ("einsum", "repeat_interleave")
+    if is_laid_out and not any(isinstance(arg, torch.dtype) for arg in node.args) and not layout_counts(node):
         node.target = "reshape"

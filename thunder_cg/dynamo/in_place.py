@@ -56,7 +56,7 @@ def _copy_to_out(node: Node) -> None:
 
 
 def _fill_masked(node: Node) -> None:
-    """``y[mask] = 0`` is ``y.masked_fill_(mask, 0)``, which does not read the mask on the host."""
+    """``y[mask] = 0`` is ``y.masked_fill_(mask, 0)``, which a compiler can fuse."""
     if node.target is not operator.setitem:
         return
     tensor, mask = example(node.args[:2])

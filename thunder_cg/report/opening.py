@@ -13,7 +13,7 @@ from thunder_cg.compat.lines import BEFORE_BREAK
 from thunder_cg.report import lines
 from thunder_cg.report.breaks import is_after_break
 from thunder_cg.report.units import count
-from thunder_cg.runtime.changes import FEW, IF_CACHE, VERSIONS, for_numbers, for_shapes
+from thunder_cg.runtime.changes import CACHE_LENGTH, FEW, IF_CACHE, OF_STATIC_CACHE, VERSIONS, for_numbers, for_shapes
 
 if TYPE_CHECKING:
     from thunder_cg.report.entries import ChangeReport
@@ -34,6 +34,7 @@ _SIGNS = {  # of conditions, and what to do to meet them more often
     "a hook of": "have the hook write to a tensor in place",
     "requires_grad mismatch": "inputs with a gradient and those without have a version each, so nothing has to change",
     "dtype mismatch": "cast to one dtype before the call",
+    re.escape(OF_STATIC_CACHE): CACHE_LENGTH,
     r"^len\(kwargs\)": "pass the same keyword arguments in each call",
     r"^(len\(|not )": f"keep the length; {IF_CACHE}; if the call adds to it, add after the call",
     "[=!]= '": "keep it to a few values",

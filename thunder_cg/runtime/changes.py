@@ -34,6 +34,11 @@ IF_CACHE = (
     "if it is a cache that grows, write it in place, into a buffer of its final size (README, Inference with a KV "
     'cache), as cache_implementation="static" of Transformers does'
 )
+OF_STATIC_CACHE = ".max_cache_len"  # by which names end
+CACHE_LENGTH = (
+    "have generate make all caches as long: give it max_length= in the place of max_new_tokens=, or the longest prompt "
+    "first"
+)
 _IF_DROPOUT = "if it is the p of a dropout, x * (torch.rand_like(x) >= p) / (1 - p) takes a tensor"
 _IF_BOUND = (
     "if it bounds a slice, x[i + torch.arange(n, device=...)] is x[i : i + n] for fixed n; if the length changes, "
@@ -60,6 +65,11 @@ _KINDS = {
         "{count} values so far ({shown}) of a number from before the graph break",
         _NEW_VERSION.format("value"),
         f"{AFTER_BREAK}, whose line explain(fn) names",
+    ),
+    OF_STATIC_CACHE: (
+        "{count} lengths of a static cache, {first}, so far ({shown})",
+        _NEW_VERSION.format("length"),
+        CACHE_LENGTH,
     ),
     "attribute": (
         "{count} values of the Python number {names} so far ({shown})",
@@ -148,7 +158,8 @@ class CallChange:
         first, *others = self.names or ("",)
         names = f"{first} and {len(others):,} more" if len(others) > 1 else " and ".join(self.names)
         shown = [*map(_shown, self.values)]
-        kind = BEFORE_BREAK if self.kind == "number" and first == BEFORE_BREAK else self.kind
+        named = (name for name in (BEFORE_BREAK, OF_STATIC_CACHE) if self.kind == "number" and first.endswith(name))
+        kind = next(named, self.kind)
         return _KINDS[kind][part].format(
             names=names,
             first=first,

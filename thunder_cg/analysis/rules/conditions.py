@@ -83,8 +83,15 @@ def _is_range(least: Any, most: Any) -> bool:
     return isinstance(least, (int, float)) and isinstance(most, (int, float)) and least != most
 
 
+def _masks(call: Arguments) -> list[TensorArgument]:
+    return [t for t in _tensors_in(call.position(1)) if t.dtype in _BYTES]
+
+
 def _uses_boolean_index(call: Arguments) -> bool:
-    return any(t.dtype in _BYTES for t in _tensors_in(call.position(1)))
+    """Not for ``x[mask] = 0.5``, for which PyTorch calls ``masked_fill`` with the number, unless it is a 0-dim mask."""
+    written, mask, value = (call.position(index) for index in range(3))
+    is_mask = isinstance(mask, TensorArgument) and mask.dtype == "bool8" and mask.device == written.device
+    return bool(_masks(call)) and not (is_mask and mask.shape and isinstance(value, (int, float, complex)))
 
 
 def _uses_list_index(call: Arguments) -> bool:
@@ -102,7 +109,7 @@ def _uses_scalar_index(call: Arguments) -> bool:
 def _stores_number_at_tensor_index(call: Arguments) -> bool:
     indices = [*_tensors_in(call.position(1))]
     is_number = isinstance(call.position(2), (int, float, complex))
-    return is_number and bool(indices) and not _uses_boolean_index(call)
+    return is_number and bool(indices) and not _masks(call)
 
 
 def _has_tensor_fill_value(call: Arguments) -> bool:
@@ -155,7 +162,8 @@ def _solves_batch_with_magma(call: Arguments) -> bool:
 
 # fmt: off
 BOOLEAN_INDEX = Condition(
-    "uses_boolean_index", "An index tensor is boolean or of bytes.", _uses_boolean_index,
+    "uses_boolean_index", "An index is boolean or of bytes, unless a number is stored by it alone.",
+    _uses_boolean_index,
     Cause(Reason.DATA_DEPENDENT,
           "an index is a boolean mask, and how many elements it selects is known only on the device",
           "use torch.where(mask, a, b) instead"), Evidence.MEASURED)
