@@ -430,6 +430,37 @@ def test_a_gradient_that_is_still_held_is_not_overwritten(step_twins):
     assert "still held" in why(step)
 
 
+def test_the_storage_of_a_gradient_that_is_held_is_not_overwritten(step_twins):
+    held = []
+
+    def between(i, model, fn, batch):
+        if i == 5:
+            held.append([p.grad.untyped_storage() for p in model.parameters()])
+
+    step = step_twins.train(usual_step, 8, between)
+    plain, graphed = ([each.tolist() for each in storages] for storages in held)
+    assert plain == graphed and "still held" in why(step)
+
+
+def test_a_gradient_that_gets_other_memory_is_refused(step_twins):
+    def make(model):
+        optimizer = sgd(model.parameters())
+
+        def step(x, y):
+            optimizer.zero_grad(set_to_none=False)
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            for p in model.parameters():
+                p.grad.data = p.grad.data * 0.5
+            optimizer.step()
+            return loss
+
+        return step
+
+    step = step_twins.train(make)
+    assert step.captures == 0 and "write the gradient in place, such as by p.grad.copy_(new)" in why(step), why(step)
+
+
 def test_gradients_that_another_graph_left_are_not_overwritten(step_twins):
     """A graph may use memory for activations in which one that was captured later has its gradients."""
     model = step_twins.model(nn.Linear(4, 256), nn.ReLU(), nn.Linear(256, 3))

@@ -332,28 +332,40 @@ def test_a_class_that_is_registered(step_twins):
     assert step.captures == 2, explain(step)
 
 
-def test_whether_a_logger_logs(step_twins):
-    logger = logging.getLogger("a step")
+LOGGER = logging.getLogger("a step")
+OF_THE_PROCESS = {
+    "the collector": (gc.isenabled, lambda is_on: gc.enable() if is_on else gc.disable(), False),
+    "a thread": (
+        lambda: threading.current_thread().name,
+        lambda name: setattr(threading.current_thread(), "name", name),
+        "other",
+    ),
+    "a level": (lambda: LOGGER.getEffectiveLevel(), logging.getLogger().setLevel, logging.ERROR),
+    "whether a logger logs": (
+        lambda: LOGGER.isEnabledFor(logging.ERROR),
+        lambda is_on: logging.disable(logging.NOTSET if is_on else logging.CRITICAL),
+        False,
+    ),
+    "a limit": (
+        lambda: inspect.signature(make_step) and sys.getrecursionlimit(),
+        sys.setrecursionlimit,
+        sys.getrecursionlimit() + 1,
+    ),
+    "threads": (torch.get_num_threads, torch.set_num_threads, torch.get_num_threads() + 1),
+}
 
-    def change(*_, back=False):
-        logging.disable(logging.NOTSET if back else logging.CRITICAL)
 
-    step = changing(step_twins, lambda y: y * (2.0 if logger.isEnabledFor(logging.ERROR) else 1.0), change)
-    assert step.captures == 2, explain(step)
-
-
-@pytest.mark.parametrize(
-    ("get", "put"), [(sys.getrecursionlimit, sys.setrecursionlimit), (torch.get_num_threads, torch.set_num_threads)]
-)
-def test_what_the_process_tells_is_compared(step_twins, get, put):
+@pytest.mark.parametrize("kind", OF_THE_PROCESS)
+@pytest.mark.nightly_after(4)
+def test_what_the_process_tells_is_compared(step_twins, kind):
     """Accelerate's optimizers ask for a signature in each step, which asks for a limit."""
+    get, put, other = OF_THE_PROCESS[kind]
     before = get()
 
     def change(*_, back=False):
-        put(before if back else before + 1)
+        put(before if back else other)
 
     def weigh(y):
-        inspect.signature(change)
         return y * (1.0 if get() == before else 2.0)
 
     assert changing(step_twins, weigh, change).captures == 2
@@ -875,6 +887,23 @@ def an_argument_of_partial():
     return lambda y: functions[0](y), partial(setattr, settings, "scale", 2.0)
 
 
+def what_a_partial_calls():
+    scaled = partial(weigh, SimpleNamespace(scale=1.0))
+    calls = [scaled]
+    other = scaled.func, (SimpleNamespace(scale=2.0),), {}, {}
+    return lambda y: calls[0](y), partial(scaled.__setstate__, other)
+
+
+def the_name_of_a_class():
+    settings = type("Small", (Settings,), {"__module__": __name__})()
+    return lambda y: y * len(type(settings).__qualname__), partial(setattr, type(settings), "__qualname__", "Large one")
+
+
+def a_slot_of_the_library():
+    scale = Fraction(1, 2)
+    return lambda y: y * float(scale), partial(setattr, scale, "_numerator", 3)
+
+
 def a_variable_of_the_context():
     variable = ContextVar("variable", default=1.0)
     return lambda y: y * variable.get(), partial(variable.set, 2.0)
@@ -1260,6 +1289,9 @@ FAR = (
     an_attribute_of_a_function,
     closures_of_one_code,
     an_argument_of_partial,
+    what_a_partial_calls,
+    the_name_of_a_class,
+    a_slot_of_the_library,
     a_variable_of_the_context,
     what_a_variable_of_the_context_has_by_default,
     a_weak_reference,

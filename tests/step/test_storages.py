@@ -114,7 +114,7 @@ def test_a_step_gives_tensors_other_memory(step_twins, make):
 
 @pytest.mark.parametrize("make", STEPS)
 @pytest.mark.nightly_after(4)
-@pytest.mark.parametrize("hold", ["a view", "what the step keeps", "a row", "an array", "for a while"])
+@pytest.mark.parametrize("hold", ["a view", "a storage", "what the step keeps", "a row", "an array", "for a while"])
 def test_who_holds_the_memory_before_has_what_was_there(step_twins, make, hold):
     held = []
 
@@ -122,6 +122,7 @@ def test_who_holds_the_memory_before_has_what_was_there(step_twins, make, hold):
         kept = fn.kept() or [p.data for p in fn.tensors]
         values = {
             "a view": [p.data for p in fn.tensors],
+            "a storage": [p.untyped_storage() for p in fn.tensors],
             "what the step keeps": kept,
             "a row": [p.detach()[0] for p in fn.tensors],
             "an array": [p.detach().numpy() for p in fn.tensors] if fn.tensors[0].device.type == "cpu" else [],
@@ -136,8 +137,8 @@ def test_who_holds_the_memory_before_has_what_was_there(step_twins, make, hold):
     if hold != "for a while":
         one, other = held
         for a, b in zip(one, other):
-            same(torch.as_tensor(a), torch.as_tensor(b))
-    assert "somebody holds a tensor of the memory before" in why(step)
+            same(*(each.tolist() if hold == "a storage" else torch.as_tensor(each) for each in (a, b)))
+    assert "somebody holds a tensor or the storage of the memory before" in why(step)
     assert step.replays >= 5, why(step)
 
 

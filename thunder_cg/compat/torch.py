@@ -553,6 +553,20 @@ tensor_use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_co
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 
 
+def holders_of_storage(storage: torch.UntypedStorage) -> int:
+    """How many tensors have a storage, and how many besides a variable of the caller refer to its object of Python."""
+    tensors = storage_use_count(storage._cdata) - 1
+    return tensors + sys.getrefcount(storage) - _references[tensors > 0]
+
+
+# Those that are always there, without tensors and with some, as of a call in Python; since torch 2.11 of C++, too.
+_references, _storage = {False: 0, True: 0}, torch.UntypedStorage(0)
+_references[False] = holders_of_storage(_storage)
+_tensor = torch.empty(0).set_(_storage)
+_references[True] = holders_of_storage(_storage) - 1
+del _storage, _tensor
+
+
 def shares_storage(values: Any, tensor: torch.Tensor) -> bool:
     """Whether any tensor in ``values`` shares its storage with ``tensor``."""
     tensors = tensors_in(values)

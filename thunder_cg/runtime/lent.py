@@ -29,7 +29,7 @@ from weakref import WeakMethod
 
 import torch
 
-from thunder_cg.compat.torch import addresses_equal, storage_id, storage_use_count
+from thunder_cg.compat.torch import addresses_equal, holders_of_storage, storage_id
 from thunder_cg.runtime.backend import Pool
 
 
@@ -45,8 +45,9 @@ class Lent:
         self.is_owned = True
         self._tensors, self.stop_lending = dict(tensors), WeakMethod(stop_lending)
         self._by_storage = {storage_id(tensor): tensor for tensor in tensors.values()}
-        self._owners = {storage: storage_use_count(storage) for storage in self._by_storage}
         self._each = [*self._by_storage.values()]
+        self._storages = [tensor.untyped_storage() for tensor in self._each]
+        self._owners = [*map(holders_of_storage, self._storages)]
         self._addresses, self._indices = [t.data_ptr() for t in self._each], [*range(len(self._each))]
         self.nbytes = sum(tensor.untyped_storage().nbytes() for tensor in self._each)
         self.are_apart = len(self._each) == len(self._tensors)  # whether no two share memory
@@ -71,5 +72,5 @@ class Lent:
 
     def held(self) -> list[torch.Tensor]:
         """Of each storage that callers still hold, a tensor."""
-        uses = storage_use_count
-        return [self._by_storage[storage] for storage, owners in self._owners.items() if uses(storage) > owners]
+        now = map(holders_of_storage, self._storages)
+        return [tensor for tensor, uses, owners in zip(self._each, now, self._owners) if uses > owners]

@@ -6,7 +6,6 @@ arena with NaN at its release, so that a later use fails a test. It is slower th
 
 from __future__ import annotations
 
-import gc
 import inspect
 import os
 import threading
@@ -23,7 +22,14 @@ import torch
 from thunder_cg.compat import distributed, operators, torch as compat
 from thunder_cg.compat.torch_compile import call_compiled_through
 from thunder_cg.errors import CaptureRefused, CudagraphError, ReplayRefused
-from thunder_cg.runtime.backend import CopiedOut, Function, HostTimer, Tensors, check_sentinels
+from thunder_cg.runtime.backend import (
+    CopiedOut,
+    Function,
+    HostTimer,
+    Tensors,
+    check_sentinels,
+    without_garbage_collection,
+)
 from thunder_cg.runtime.early_outputs import EarlyCopier
 from thunder_cg.runtime.tensors import address, copy_all
 
@@ -480,11 +486,10 @@ class TapePool:
         self._note_given(args)
         generator = torch.get_rng_state()
         sees_inductor = call_compiled_through(_call_compiled)
-        _active.tape, collects = tape, gc.isenabled()
-        gc.disable()  # as on a GPU: what it calls is no part of what is captured
+        _active.tape = tape
         try:
             copier = EarlyCopier(self._device, tape.copy_early, 0)
-            with tape:
+            with without_garbage_collection(), tape:  # as on a GPU: what it calls is no part of what is captured
                 outputs = fn(*args) if copied_out is None else copier.finish(fn(*args, copier))
             if call_compiled_through(_call_compiled) and not sees_inductor:
                 raise CaptureRefused("Inductor was loaded in the capture, so what it has compiled was not seen")
@@ -492,8 +497,6 @@ class TapePool:
                 raise tape.refused
         finally:
             _active.tape = tape.refused = None  # its frames hold the tensors of the capture
-            if collects:
-                gc.enable()
             tape.undo()
             if tape.may_draw:  # other threads draw from it, too
                 torch.set_rng_state(generator)

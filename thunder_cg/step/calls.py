@@ -58,6 +58,7 @@ from thunder_cg.compat.torch_compile import code_before_dynamo, is_restored_by_d
 from thunder_cg.errors import CaptureLater, CaptureRefused
 from thunder_cg.runtime.tensors import address_if_any, is_plain
 from thunder_cg.step.attributes import unwatched
+from thunder_cg.step.facts import ATOMS
 from thunder_cg.step.heap import known_functions
 from thunder_cg.step.reads import MISSING, Called, content_of_cell, is_constant, is_installed
 from thunder_cg.step.snapshot import Undo, undos_of, undos_of_globals
@@ -84,6 +85,18 @@ _STARTS_OF_THREADS = {
 # What they return is compared before each replay. `inspect.signature` asks for the limit of recursions.
 _COMPARED = {sys.getrecursionlimit, gc.isenabled, os.getcwd, _thread.get_ident, _thread.get_native_id}
 _COMPARED |= {torch.get_num_threads, torch.get_num_interop_threads}
+
+
+def _of_thread() -> str:
+    """All that the calling thread has as plain values, such as its name."""
+    return repr({name: value for name, value in vars(threading.current_thread()).items() if isinstance(value, ATOMS)})
+
+
+_OF_LOGGERS = "isEnabledFor", "getEffectiveLevel", "hasHandlers"
+_COMPARED_PYTHON: dict[types.CodeType, Callable[..., Any]] = {
+    threading.current_thread.__code__: _of_thread,
+    **{vars(logging.Logger)[name].__code__: vars(logging.Logger)[name] for name in _OF_LOGGERS},
+}
 # What they return is not compared before a replay, and may be another value in a later call.
 _UNCOMPARED = {eval, exec, __import__, input, open, decimal.getcontext}
 _UNCOMPARED_PYTHON = importlib.import_module, threading.active_count, threading.enumerate, uuid.uuid1
@@ -238,9 +251,10 @@ class Calls:
             if frame.f_locals["a"] is None and _is_called_by_user(frame):
                 fix = "make generators of random numbers outside of the step"
                 self._object(frame, "the step takes a seed from the system{at}, and no replay would", fix)
-        elif code is logging.Logger.isEnabledFor.__code__:
+        elif (compared := _COMPARED_PYTHON.get(code)) is not None:
             if _is_called_by_user(frame.f_back):
-                self.getters[partial(frame.f_locals["self"].isEnabledFor, frame.f_locals["level"])] = None
+                arguments = (frame.f_locals[name] for name in code.co_varnames[: code.co_argcount])
+                self.getters[partial(compared, *arguments)] = None
         elif _is_uncompared_code(code, str(frame.f_globals.get("__name__"))):
             if _is_called_by_user(frame.f_back):
                 self._object(frame, f"what {code.co_name}() gives {_UNSEEN_THERE}", _CALL_BEFORE, weak=True)

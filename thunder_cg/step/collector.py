@@ -69,6 +69,7 @@ _COLLECTIONS = (Mapping, Sequence, Set, ValuesView)
 _MAX_ITEMS = 10_000  # of a container that can be compared before each replay
 _MAX_ARRAY = 2**16  # bytes of an array that can
 _MAX_DEPTH = 8
+_MAX_ENUMERATIONS = 256  # members of which the facts are kept
 _NAMESPACES = types.SimpleNamespace, argparse.Namespace
 _LOCKS = type(threading.Lock()), type(threading.RLock()), threading.Condition
 _OF_MODULES = ("training", "_parameters", "_buffers", "_modules")  # that each module has in its dictionary
@@ -87,6 +88,8 @@ _Cached = type(lru_cache(len))
 _FUNCTIONS = types.FunctionType, singledispatchmethod, _Cached, partial
 _random: Any = random.random  # of the generator of the process
 _OF_TENSORS = {"grad", "_grad", "_version"}
+_PARTIAL = "func", "args", "keywords"
+_FIELDS_OF_CLASS = attrgetter("__mro__", "__name__", "__qualname__")
 _CONTEXT = attrgetter("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
 
 
@@ -173,9 +176,8 @@ class Collector:
         elif isinstance(value, _Cached):
             self._add_cached(label, value, depth)
         elif isinstance(value, partial):
-            self.add(f"{label}.func", value.func, depth + 1)
-            self.add(f"{label}.args", value.args, depth + 1)
-            self.add(f"{label}.keywords", value.keywords, depth + 1)
+            for name, field in zip(_PARTIAL, self.watch.fields(attrgetter(*_PARTIAL), value)):
+                self.add(f"{label}.{name}", field, depth + 1)
         else:  # a method of C
             self.add(f"{label}.__self__", value.__self__, depth + 1)
 
@@ -274,11 +276,13 @@ class Collector:
         self._objects.add(id(value))
         self.holders.append(value)
         self.add_class(label, value, depth)
-        attributes = own_attributes(value) if is_open else dict(names_of(value))
+        attributes = own_attributes(value)
         if is_open and (names := self._names_of(value)) is not None:
             attributes = self._only(names, value, attributes)
-        elif own(value, "__dict__") is not MISSING:
-            self._watch(value, names_of(value))
+        else:
+            self._watch_slots(value)
+            if own(value, "__dict__") is not MISSING:
+                self._watch(value, names_of(value))
         for name, attribute in attributes.items():
             if is_open or isinstance(attribute, ATOMS):
                 self.add(f"{label}.{name}", attribute, depth + 1, (Place.of(value, name),))
@@ -287,11 +291,12 @@ class Collector:
         """The attributes of a user's object that count; None for all of them."""
         (self.compiled_kinds if self.in_compiled else self.kinds)[type(value)] = None
         self.objects.append(value)
-        if (names := self._names.get(type(value))) is not None:
-            return names
-        if slots := slots_of(type(value)):  # whose writes nobody reports
+        return self._names.get(type(value))
+
+    def _watch_slots(self, value: Any) -> None:
+        """Nobody reports what is written to them."""
+        if slots := slots_of(type(value)):
             self._only(slots, value, own_attributes(value))
-        return None
 
     def _only(self, names: Iterable[str], value: Any, attributes: Mapping[str, Any]) -> dict[str, Any]:
         """Those of an object's attributes with these names, which are compared one by one before a replay."""
@@ -321,8 +326,9 @@ class Collector:
         """A class or a module, and what it defines; of a class of a package its data, of a module plain values."""
         self.facts[label] = Same(value)
         if isinstance(value, type) and may_change(value):
-            self.watch.bases(value)
-            self.facts[f"the bases of {label}"] = Content([*map(Same, value.__mro__)])
+            bases, *called = self.watch.fields(_FIELDS_OF_CLASS, value)
+            self.facts[f"the bases of {label}"] = Content([*map(Same, bases)])
+            self.facts[f"the name of {label}"] = (*called,)
         kinds = (value, type(value)) if isinstance(value, type) else ()
         defined: list[Any] = [each for kind in kinds for each in kind.__mro__] or [value]
         new = [each for each in defined if id(each) not in self._objects and may_change(each)]
@@ -390,6 +396,7 @@ class Collector:
             if may_change(type(module)) and (names := self._names_of(module)) is not None:
                 looked_up = self._only({*_OF_MODULES, *names}, module, attributes)
             else:
+                self._watch_slots(module)
                 self._watch(module, attributes)
             self._watch(buffers, buffers)
             self.watch.names(parameters, modules)
@@ -486,11 +493,22 @@ _KINDS: Sequence[tuple[Callable[[Any], bool], Any]] = (
 _DEEPER = {Collector._add_container, Collector._add_collection, Collector._add_object}
 
 
-def facts_of(value: Any) -> Facts:
-    """Those of a value, and of what it has."""
+def facts_of(value: Any) -> tuple[tuple[str, Any], ...]:
+    """Those of a value, and of what it has. The same ones, if nothing of an enumeration has changed since."""
+    facts, watch = _of_enumerations.get(id(value), ((), None))
+    if watch is not None and watch.is_untouched():
+        return facts
     collector = Collector("", {}, ())
     collector.add("value", value)
-    return collector.facts
+    facts = (*collector.facts.items(),)
+    if isinstance(value, enum.Enum):
+        if len(_of_enumerations) == _MAX_ENUMERATIONS:
+            _of_enumerations.clear()
+        _of_enumerations[id(value)] = facts, collector.watch.begin(collector.facts)
+    return facts
+
+
+_of_enumerations: dict[int, tuple[tuple[tuple[str, Any], ...], Watch]] = {}  # by the identities of their members
 
 
 def is_simple(value: Any, device_type: str) -> bool:

@@ -119,4 +119,4 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | Non
 
 def subject(change: str) -> str:
     """What a fact or a change is about, without what is said of it: "len(losses) changed ..." begins with "losses"."""
-    return re.sub(r"^(len\(|what |the order of |the bases of |type\()+", "", change)
+    return re.sub(r"^(len\(|what |the order of |the bases of |the name of |type\()+", "", change)

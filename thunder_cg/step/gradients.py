@@ -50,6 +50,7 @@ from thunder_cg.compat.torch import (
     addresses_equal,
     has_memory,
     has_storage,
+    holders_of_storage,
     storage_id,
     storage_use_count,
     tensor_guards,
@@ -134,7 +135,7 @@ class GradientsBefore:
         """After the capture. For each parameter None, `ANY`, `THERE`, `LIKE`, or the gradient that has to be there.
 
         Raises:
-            CaptureRefused: a parameter has the gradient of another one.
+            CaptureRefused: a parameter has the gradient of another one, or a gradient that was read got other memory.
         """
         expected: list[Any] = []
         now = [_address_of(each.grad) for each in self._parameters]
@@ -147,6 +148,8 @@ class GradientsBefore:
                 expected.append(THERE if self._calls.reads_gradients else ANY)
             elif is_unused and self._references[i]() is parameter.grad:
                 expected.append(LIKE)
+            elif is_other and memory is not None and self._references[i]() is parameter.grad:
+                raise CaptureRefused(_MOVES)
             else:
                 expected.append(memory if is_other else parameter.grad)
         return expected
@@ -182,18 +185,22 @@ def _fills_memory(gradient: Tensor | None) -> bool:
 
 
 def _uses_of_gradient(parameter: Tensor) -> tuple[int, int, int]:
-    """References from Python, those from C++, and tensors with its memory."""
+    """References from Python, those from C++, and what holds its memory."""
     gradient = parameter.grad
     assert gradient is not None
-    return sys.getrefcount(gradient), tensor_use_count(gradient), storage_use_count(storage_id(gradient))
+    return sys.getrefcount(gradient), tensor_use_count(gradient), holders_of_storage(gradient.untyped_storage())
 
 
+_MOVES = (
+    "the step reads a gradient, and gives the gradient other memory, as p.grad.data = new does; write the gradient in "
+    "place, such as by p.grad.copy_(new), or have zero_grad() set it to None first"
+)
 _MAX_WAITS = 8  # of calls that accumulate, for the graph that makes the gradients
 ANY = object()  # what a step finds in ``.grad`` does not matter
 THERE = object()  # it matters that there is one
 LIKE = object()  # it matters that there is one, and how it is laid out
 
-_gradient_of = attrgetter("grad")
+_gradient_of, _memory_of = attrgetter("grad"), attrgetter("memory")
 
 
 class ExpectedGradients:
@@ -301,7 +308,7 @@ class GraphGradient:
 
     def __init__(self, tensor: Tensor, parameter: Tensor, *, is_shared: bool = False) -> None:
         self.tensor, self.local, self.parameter, self.is_shared = tensor, local_tensor(tensor), parameter, is_shared
-        self.storage, self._place = storage_id(self.local), place_of(tensor)
+        self.memory, self.storage, self._place = self.local.untyped_storage(), storage_id(self.local), place_of(tensor)
         self._memory = self.local.detach()  # keeps the storage if the tensor gets another one
         self.owners: _Owners | None = None
         self._known[self.storage] = self
@@ -313,7 +320,7 @@ class GraphGradient:
             GraphGradient.changes += 1
 
     def _count(self) -> _Owners:
-        """References from Python, those from C++ without the parameter's, and tensors that have had this memory."""
+        """References from Python, those from C++ without the parameter's, and what holds the memory that it has had."""
         tensor, local = self.tensor, self.local
         uses = tensor_use_count(tensor)
         has_left = storage_id(local) != self.storage
@@ -322,7 +329,7 @@ class GraphGradient:
         if local is not tensor:
             uses = tensor_use_count(local)
             counts = [counts[0] + sys.getrefcount(local) - (uses > 1), counts[1] + uses]
-        return counts[0], counts[1], storage_use_count(self.storage) + has_left
+        return counts[0], counts[1], holders_of_storage(self.memory) + has_left
 
     @classmethod
     def of(cls, tensor: Tensor, parameter: Tensor, *, is_shared: bool = False) -> GraphGradient:
@@ -411,6 +418,7 @@ class Overwritten:
             [*map(sys.getrefcount, tensors)],
             [*map(tensor_use_count, tensors)],
             [*map(storage_use_count, self._storages)],
+            [*map(sys.getrefcount, map(_memory_of, self.gradients))],
             [*map(is_, map(_gradient_of, self._parameters), tensors)],
             GraphGradient.changes,
         )

@@ -164,7 +164,7 @@ def _constant(value: Any) -> tuple[Any, ...]:
     So are what a value of a class of the user's has, and the class itself.
     """
     bits = struct.pack("dd", value.real, value.imag) if isinstance(value, (float, complex)) else b""
-    has = () if type(value) in ATOMS else tuple(facts_of(value).items())
+    has = () if type(value) in ATOMS else facts_of(value)
     return type(value), value if value == value else _nans.setdefault((type(value), bits), value), bits, has
 
 

@@ -12,13 +12,14 @@ Note [Replaced storages]
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
-from thunder_cg.compat.torch import has_storage, storage_id, storage_use_count, tensor_use_count
+from thunder_cg.compat.torch import has_storage, holders_of_storage, storage_id, storage_use_count, tensor_use_count
 from thunder_cg.errors import CaptureLater, CaptureRefused
 from thunder_cg.runtime.backend import Backend, Pool
 from thunder_cg.runtime.inputs import CopiedInput, place
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
     from thunder_cg.step.state import StepState
 
 _HELD = (
-    "{} gets other memory in the step, and somebody holds a tensor of the memory before, which a replay would "
-    "overwrite; hold a clone of it, or write in place, such as by .data.copy_()"
+    "{} gets other memory in the step, and somebody holds a tensor or the storage of the memory before, which a replay "
+    "would overwrite; hold a clone of it, or write in place, such as by .data.copy_()"
 )
 _KEEPS_BEFORE = "the step keeps or returns the memory that {} had before it got other memory; clone it"
 KEPT_SHARES = "a tensor that the step keeps shares memory with another one that it uses; have it keep a clone"
@@ -45,9 +46,10 @@ def same_places(tensors: Sequence[Tensor], state: Sequence[Tensor]) -> dict[int,
     return {i: at[place] for i, each in enumerate(tensors) if (place := _place(each)) in at}
 
 
-def _holders(storage: int, backend: Backend) -> int:
-    """How many tensors have the memory, but for those of graphs."""
-    return storage_use_count(storage) - 1 - backend.storage_uses(storage)  # its object of Python is one
+def _holders(storage: UntypedStorage, at: int, backend: Backend) -> int:
+    """How many tensors have the memory, and refer to the storage besides the caller, but for what belongs to graphs."""
+    own = sum(each is storage for known in ReplacedStorages.all for each in known.originals)
+    return holders_of_storage(storage) - own - backend.storage_uses(at)  # its `storage_id`
 
 
 class ReplacedStorages:
@@ -60,6 +62,8 @@ class ReplacedStorages:
         holders: how many tensors have the memory of each, at most.
     """
 
+    all: ClassVar[weakref.WeakSet[ReplacedStorages]] = weakref.WeakSet()
+
     def __init__(
         self,
         tensors: Sequence[Tensor],
@@ -71,7 +75,8 @@ class ReplacedStorages:
         self._tensors, self._names, self._views, self._backend = tensors, names, views, backend
         self._allowed = holders
         self._not_held: Any = None  # the counts by which it was found that nobody else holds one
-        self._originals = [tensor.untyped_storage() for tensor in tensors]  # which count as no tensors
+        self.originals = [tensor.untyped_storage() for tensor in tensors]  # which count as no tensors
+        self.all.add(self)
         self._ids, self._addresses = [*map(storage_id, tensors)], [tensor.data_ptr() for tensor in tensors]
         self._layouts = [(tensor.storage_offset(), tensor.size(), tensor.stride()) for tensor in tensors]
 
@@ -91,17 +96,19 @@ class ReplacedStorages:
             if sys.getrefcount(carried[at]) > owned or tensor_use_count(carried[at]) > 1:
                 return _HELD.format(self._names[i])
         ids = [*map(storage_id, self._tensors)]
-        counts = [*map(storage_use_count, ids)], [*map(self._backend.storage_uses, ids)]
+        references = map(sys.getrefcount, map(Tensor.untyped_storage, self._tensors))
+        counts = [*map(storage_use_count, ids)], [*map(self._backend.storage_uses, ids)], [*references]
         if counts == self._not_held:
             return None
-        found = zip(self._names, ids, self._allowed)
-        if (name := next((name for name, i, most in found if _holders(i, self._backend) > most), None)) is None:
-            self._not_held = counts
-        return None if name is None else _HELD.format(name)
+        for name, tensor, at, most in zip(self._names, self._tensors, ids, self._allowed):
+            if _holders(tensor.untyped_storage(), at, self._backend) > most:
+                return _HELD.format(name)
+        self._not_held = counts
+        return None
 
     def is_lost(self) -> bool:
         """Whether a tensor has left its original storage, and somebody has that, maybe itself in another part."""
-        return any(_holders(self._ids[i], self._backend) for i in self._elsewhere())
+        return any(_holders(self.originals[i], self._ids[i], self._backend) for i in self._elsewhere())
 
     def _elsewhere(self) -> list[int]:
         """The positions of those that are not in their original storage, or not at its place there."""
@@ -114,7 +121,7 @@ class ReplacedStorages:
         """Copies to the original storages what is elsewhere, after `why_not`."""
         if not (elsewhere := self._elsewhere()):
             return
-        memory = {i: self._tensors[i].new_empty(0).set_(self._originals[i], *self._layouts[i]) for i in elsewhere}
+        memory = {i: self._tensors[i].new_empty(0).set_(self.originals[i], *self._layouts[i]) for i in elsewhere}
         copy_all([*memory.values()], [self._tensors[i] for i in elsewhere])
         for tensor, i in [
             *((self._tensors[i], i) for i in elsewhere),
@@ -125,7 +132,7 @@ class ReplacedStorages:
 
     def close(self) -> None:
         """Lets go of the memory."""
-        self._tensors, self._originals, self._ids, self._addresses = [], [], [], []
+        self._tensors, self.originals, self._ids, self._addresses = [], [], [], []
 
 
 class OriginalStorages:
@@ -137,7 +144,10 @@ class OriginalStorages:
 
     def __init__(self, state: StepState, carried: Sequence[Tensor], backend: Backend) -> None:
         self._state, self._backend = state, backend
-        self._holders = [_holders(storage_id(each), backend) if has_storage(each) else 0 for each in state.memory]
+        self._holders = [
+            _holders(each.untyped_storage(), storage_id(each), backend) if has_storage(each) else 0
+            for each in state.memory
+        ]
         self.views = same_places(carried, state.memory)
         self._viewed = Counter({id(carried[at]): i for at, i in self.views.items()}.values())
         self._memory = [each.data if has_storage(each) else None for each in state.memory]

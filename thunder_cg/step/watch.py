@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import starmap
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -25,7 +25,6 @@ from thunder_cg.step.places import plain_copy
 from thunder_cg.step.reads import MISSING
 
 _UNREPORTED = object()  # stands for a dictionary to which somebody may write unseen
-_bases_of = attrgetter("__mro__")
 
 
 class _LookedUp(NamedTuple):
@@ -57,7 +56,7 @@ class Watch:
         self._versions: list[tuple[Tensor, int]] = []  # of tensors whose values a graph has baked in
         self._values: list[tuple[Callable[[], Any], Any]] = []  # see Note [Values that nobody reports]
         self._looked_up: list[_LookedUp] = []
-        self._bases: dict[type, tuple[type, ...]] = {}
+        self._fields: list[tuple[Callable[[Any], tuple[Any, ...]], Any, tuple[Any, ...]]] = []
 
     def names(self, *owners: Any) -> None:
         """Objects and dictionaries: which names they have, and for what."""
@@ -88,9 +87,10 @@ class Watch:
         self._values.append((get, value))
         return value
 
-    def bases(self, kind: type) -> None:
-        """Which classes a class has as its bases."""
-        self._bases[kind] = kind.__mro__
+    def fields(self, get: Callable[[Any], tuple[Any, ...]], value: Any) -> tuple[Any, ...]:
+        """Which objects a function finds in a value, such as what it keeps in C. They are returned."""
+        self._fields.append((get, value, found := get(value)))
+        return found
 
     def begin(self, facts: Facts) -> Watch:
         """From now on. Returns itself, with the facts."""
@@ -106,7 +106,7 @@ class Watch:
             and (self._have_same() or all(each.is_unchanged() for each in self._looked_up))
             and all(map(_is_unchanged, self._lists))
             and self._sets == self._sets_then
-            and all(map(is_, map(_bases_of, self._bases), self._bases.values()))
+            and all(all(map(is_, get(value), then)) for get, value, then in self._fields)
             and all(version(tensor) == then for tensor, then in self._versions)
             and all(get() == then for get, then in self._values)
         )

@@ -27,7 +27,6 @@ Note [Who destroys graphs]
 
 from __future__ import annotations
 
-import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -37,6 +36,7 @@ from typing import Any, ClassVar
 import torch
 
 from thunder_cg.compat import cuda
+from thunder_cg.runtime.backend import without_garbage_collection
 
 
 class StreamOrder:
@@ -230,12 +230,6 @@ def capturing(index: int) -> Iterator[None]:
 
     The garbage collector is off, because a `CUDAGraph` that is collected during a capture breaks the capture.
     """
-    with capture_lock:
-        enabled = gc.isenabled()
-        gc.disable()
-        try:
-            wait_for_draws(index)
-            yield
-        finally:
-            if enabled:
-                gc.enable()
+    with capture_lock, without_garbage_collection():
+        wait_for_draws(index)
+        yield
