@@ -6,7 +6,7 @@ import random
 import re
 import types
 import warnings
-from collections import UserDict
+from collections import UserDict, defaultdict
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -703,6 +703,36 @@ class ReadsItsSum(nn.Module):
     def forward(self, x):
         total = x.sum().item()
         return x * total
+
+
+@pytest.mark.parametrize("made_before", [False, True])
+def test_lists_that_the_first_step_makes(step_twins, made_before):
+    metrics = defaultdict(list, {"sum": []} if made_before else {})
+
+    def fn(x):
+        metrics["sum"].append(x.sum())
+        return x
+
+    step = step_twins.graphed(fn)
+    for _ in range(5):
+        step(torch.ones(3, device=step_twins.device))
+    said = " ".join(str(explain(step)).split())
+    assert len(metrics["sum"]) == 5 and step.captures == 1 and step.replays == 2 + made_before
+    assert (fixes._KEYS in said) != made_before and ("nothing to change" in said) == made_before, said
+
+
+def test_a_dictionary_that_the_first_step_makes(step_twins):
+    keeper = types.SimpleNamespace(last=None)
+
+    def fn(x):
+        keeper.last = {"x": x * 2}
+        return x
+
+    step = step_twins.graphed(fn)
+    for _ in range(6):
+        step(torch.ones(3, device=step_twins.device))
+    said = str(explain(step))
+    assert step.replays and "from None to something else" in said and "nothing to change" in said, said
 
 
 def test_a_line_of_a_compiled_module(step_twins, backend):

@@ -53,6 +53,7 @@ _IN_STEP = "do that outside of the step, or keep it in a tensor on the device th
 _COUNTED = "a graph goes on counting what the step only adds to, as self.n += x.size(0), or, for a global, n += size"
 _IN_PLACE = "keep it in a tensor on the device, and write that in place"
 _ADDS = "return what it adds, and add that outside of the step"
+_KEYS = "make the lists and numbers in it before the first step, and keep them"
 _BETWEEN = f"leave it as it is between steps, or {_IN_PLACE}"
 _OPTIMIZER = "the optimizer reads its state on the host"
 _SCALER = "the scaler reads on the host whether a gradient is infinite, unless the optimizer is fused"
@@ -120,8 +121,8 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
     if "['betas']" in label or "['momentum']" in label:
         return f"; {_CONSTANT}"
     are_of_torch = any(isinstance(value, (Optimizer, GradScaler, AveragedModel)) for value in owners)
-    is_made = (are_of_torch and " from a tensor" not in change) or " from None to a tensor" in change
-    if is_made or (not owners and of_first_step(change)):
+    is_made = re.search(" from None to (a tensor|something)", change)
+    if is_made or (are_of_torch and " from a tensor" not in change) or (not owners and of_first_step(change)):
         return ""
     if change.startswith("the state of"):
         return f"; {_RANDOM}"
@@ -129,6 +130,8 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
         return f"; {_OWN_GENERATOR}"
     if change.startswith("what ") and hasattr(owner, "random"):
         return f"; {_RANDOM}"
+    if in_step and change.startswith("what ") and f"len({label})" in facts:
+        return f"; {_KEYS}"
     if label.startswith("_Progress.") or ".optim_step_progress." in label:
         return f"; {_LIGHTNINGS}"
     if not in_step and isinstance(fact := facts.get(label), Atom) and fact.kind is int:

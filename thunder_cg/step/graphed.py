@@ -124,6 +124,7 @@ class GraphedStep:
         self._options = options
         self._roots: dict[str, Any] = {f"modules[{i}]": module for i, module in enumerate(options.modules)}
         self._roots |= {f"optimizers[{i}]": optimizer for i, optimizer in enumerate(options.optimizers)}
+        self._roots |= {"self": self._fn} if isinstance(self._fn, nn.Module) else {}  # which no name leads to
         self._backend = resolve(options.backend)
         self._max_recordings = options.max_recordings
         self._lock = threading.RLock()
