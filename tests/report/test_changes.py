@@ -261,7 +261,8 @@ def test_numbers_have_the_names_of_the_users_code(transform, device):
         jitted([torch.ones(2 + k, device=device)], k, by=k)
     number, shape = explain(jitted).changes
     assert (number.names, shape.names) == (("others[0]", "by", "k"), ("x[0]",))
-    assert number.problem.startswith("2 values of the Python number others[0] and 2 more so far (0, 1)")
+    assert number.problem.startswith("2 values of the Python numbers others[0] and 2 more so far (0, 1)")
+    assert number.fix.startswith("pass others[0] and 2 more as 0-dim tensors on the device")
 
 
 def test_numbers_of_a_list_are_one_cause_and_of_an_argument_is_no_buffer(transform, device):

@@ -721,18 +721,24 @@ def test_lists_that_the_first_step_makes(step_twins, made_before):
     assert (fixes._KEYS in said) != made_before and ("nothing to change" in said) == made_before, said
 
 
-def test_a_dictionary_that_the_first_step_makes(step_twins):
+@pytest.mark.parametrize("value", [lambda x: x * 2, lambda x: {"x": x * 2}], ids=["a tensor", "something else"])
+@pytest.mark.parametrize("set_back", [False, True])
+def test_what_a_step_makes_in_the_place_of_none(step_twins, value, set_back):
+    """There is nothing to change, unless the loop has each step make it."""
     keeper = types.SimpleNamespace(last=None)
 
     def fn(x):
-        keeper.last = {"x": x * 2}
+        keeper.last = value(x)
         return x
 
     step = step_twins.graphed(fn)
-    for _ in range(6):
+    for _ in range(10):
         step(torch.ones(3, device=step_twins.device))
-    said = str(explain(step))
-    assert step.replays and "from None to something else" in said and "nothing to change" in said, said
+        keeper.last = None if set_back else keeper.last
+    said = " ".join(str(explain(step)).split())
+    assert "keeper.last changed" in said and f"see test_fixes.py:{fn.__code__.co_firstlineno + 1}" in said, said
+    assert (fixes._BETWEEN in said) == set_back != ("nothing to change" in said), said
+    assert bool(step.replays) != set_back
 
 
 def test_a_line_of_a_compiled_module(step_twins, backend):

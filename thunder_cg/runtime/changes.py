@@ -51,9 +51,9 @@ SIZES = ("shape", "size")
 _KINDS = {
     "shape": ("{count} shapes of {names} so far ({shown})", _NEW_VERSION.format("shape"), "{pad}"),
     "number": (
-        "{count} values of the Python number {names} so far ({shown})",
+        "{count} values of the Python number{s} {names} so far ({shown})",
         _NEW_VERSION.format("value"),
-        "pass {first} as a 0-dim tensor on the device of the other inputs, torch.tensor({first}, device=...)"
+        "pass {names} as {a}0-dim tensor{s} on the device of the other inputs, torch.tensor({first}, device=...)"
         "{if_number}",
     ),
     BEFORE_BREAK: (
@@ -62,10 +62,9 @@ _KINDS = {
         f"{AFTER_BREAK}, whose line explain(fn) names",
     ),
     "attribute": (
-        "{count} values of the Python number {names} so far ({shown})",
+        "{count} values of the Python number{s} {names} so far ({shown})",
         _NEW_VERSION.format("value"),
-        "make {first} a 0-dim tensor with register_buffer, and change it in place, such as with fill_ or "
-        "add_{if_number}",
+        "make {names} {a}0-dim tensor{s} with register_buffer, written in place, such as with fill_ or add_{if_number}",
     ),
     "constant": (
         "{count} values of {names} so far ({shown})",
@@ -152,6 +151,8 @@ class CallChange:
         return _KINDS[kind][part].format(
             names=names,
             first=first,
+            a="" if others else "a ",
+            s="s" if others else "",
             shown=", ".join([*shown[:_SHOWN], *(["..."] * (len(shown) > _SHOWN))]),
             count=f"{len(self.values):,}",
             last=next(reversed(self.values), None),

@@ -35,6 +35,7 @@ _ONCE = {
     r"the priorities of torch\.nn\.attention\.sdpa_kernel": "PyTorch does at the first attention",
     r"len\(.*\.state\) changed from 0 to ": "in the first step of an optimizer",
 }
+_IS_MADE = re.compile(" changed from None to (a tensor|something)")
 _RATE = "make the learning rate a tensor on the device, which a scheduler then writes"
 _CONSTANT = "keep it constant, as OneCycleLR does with cycle_momentum=False"
 _RANDOM = "draw with torch on the device"
@@ -121,8 +122,8 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
     if "['betas']" in label or "['momentum']" in label:
         return f"; {_CONSTANT}"
     are_of_torch = any(isinstance(value, (Optimizer, GradScaler, AveragedModel)) for value in owners)
-    is_made = re.search(" from None to (a tensor|something)", change)
-    if is_made or (are_of_torch and " from a tensor" not in change) or (not owners and of_first_step(change)):
+    is_made = (are_of_torch and " from a tensor" not in change) or fix_if_repeated(change)
+    if is_made or (not owners and of_first_step(change)):
         return ""
     if change.startswith("the state of"):
         return f"; {_RANDOM}"
@@ -143,6 +144,11 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
         return f"; {_SET_BACK}"
     in_step_fix = _ADDS if change.startswith("len(") else _IN_STEP + f"; {_COUNTED}" * f"{then}{now}".isdigit()
     return f"; {in_step_fix if in_step else _BETWEEN}"
+
+
+def fix_if_repeated(change: str) -> str:
+    """What to do about what a step makes in the place of None, if each step does."""
+    return f"; {_BETWEEN}" if _IS_MADE.search(change) else ""
 
 
 def of_first_step(change: str) -> str:
