@@ -185,6 +185,7 @@ def test_parameters_that_move_under_dynamo_have_the_users_names():
         compiled(torch.ones(2, 4))
     found = only_change(compiled)
     assert (found.kind, found.names) == ("moved", ("self.0.weight",))
+    assert found.fix.startswith("if several modules run this code in turn, as layers do, ") and "copy_" in found.fix
 
 
 def test_many_shapes_warn_once(transform, device, warnings):
