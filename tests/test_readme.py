@@ -65,6 +65,12 @@ def test_every_replaced_text_is_there() -> None:
     assert all(text in README for text in INSTEAD)
 
 
+def test_what_explain_says_of_the_demo_names_its_lines() -> None:
+    lines = (ROOT / "thunder_cg/tools/demo.py").read_text(encoding="utf-8").splitlines()
+    ((number, text),) = re.findall(r"demo\.py:(\d+): (.*)", README)
+    assert lines[int(number) - 1].strip() == text
+
+
 def test_first_screen_says_what_to_type() -> None:
     first = "\n".join(README.splitlines()[:40])
     for part in ("cudagraph_transform()", "explain(jmodel)", " -m thunder_cg demo", "pytest"):

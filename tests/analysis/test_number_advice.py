@@ -32,6 +32,8 @@ UNBIND, READ_AFTER = "Tensor.unbind in the place of tolist()", "return the 0-dim
         ("x = x * x.sum().item() + 1", TENSOR),
         ("x = torch.sin(x / k.item())", TENSOR),
         ("x = x.mul(k.item())", TENSOR),
+        ("x = x * x.sum().item()\n    return x", TENSOR),
+        ("x = x / k.item()\n    self.last = x", TENSOR),
         ("x = x[k.item()]", TENSOR),
         ("x = (\n        x\n        * k.item()\n    )", TENSOR),
         ("k = int(k.item()) % 2\n    x = self.layers[k](x)", "call each of them, and choose with torch.where"),

@@ -352,8 +352,11 @@ def test_a_line_of_pytorchs_modules_stands_for_the_users_near_it(traces_of):
     ],
 )
 def test_arguments_have_the_users_names(name, found):
-    assert Value(name, "tensor").users_name == found
-    assert Value(name, "tensor", static=True).users_name == (name if name.startswith("t_") else found)
+    is_dynamos = name[:2] in ("l_", "g_")
+    assert Value(name, "tensor", is_dynamos=is_dynamos).users_name == found
+    static = Value(name, "tensor", static=True, is_dynamos=is_dynamos).users_name
+    assert static == (name if name.startswith("t_") else found)
+    assert not is_dynamos or Value(name, "tensor").users_name == name, "an argument that the user calls so"
 
 
 def test_values_are_described_by_what_made_them_or_by_their_name(traces_of):

@@ -185,6 +185,7 @@ def test_parameters_that_move_under_dynamo_have_the_users_names():
         compiled(torch.ones(2, 4))
     found = only_change(compiled)
     assert (found.kind, found.names) == ("moved", ("self.0.weight",))
+    assert found.fix.startswith("if several modules run this code in turn, as layers do, ") and "copy_" in found.fix
 
 
 def test_many_shapes_warn_once(transform, device, warnings):
@@ -261,7 +262,8 @@ def test_numbers_have_the_names_of_the_users_code(transform, device):
         jitted([torch.ones(2 + k, device=device)], k, by=k)
     number, shape = explain(jitted).changes
     assert (number.names, shape.names) == (("others[0]", "by", "k"), ("x[0]",))
-    assert number.problem.startswith("2 values of the Python number others[0] and 2 more so far (0, 1)")
+    assert number.problem.startswith("2 values of the Python numbers others[0] and 2 more so far (0, 1)")
+    assert number.fix.startswith("pass others[0] and 2 more as 0-dim tensors on the device")
 
 
 def test_numbers_of_a_list_are_one_cause_and_of_an_argument_is_no_buffer(transform, device):

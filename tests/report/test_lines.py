@@ -207,6 +207,19 @@ def test_a_number_that_changes_is_named_and_the_advice_helps() -> None:
     assert trace.replays == 1 and trace.counts["eager"] == 0
 
 
+def test_an_argument_that_is_called_as_dynamo_would_is_none_of_dynamos() -> None:
+    read = torch.Tensor.item
+
+    def scaled(x: torch.Tensor, l_scale: torch.Tensor, g_shift_: torch.Tensor) -> torch.Tensor:
+        return torch.relu(torch.relu(x) * read(l_scale)) + g_shift_
+
+    jitted = thunder.jit(scaled, transforms=[cudagraph_transform(backend="tape")])
+    jitted(torch.ones(2), torch.tensor(2.0, dtype=torch.float64), torch.ones(2))
+    (cause,), (trace,) = explain(jitted).causes, explain(jitted).traces
+    assert cause.reason == "depends on what tensors hold" and "_dynamo" not in cause.fix, cause
+    assert [each.name for each in trace.inputs] == ["x", "l_scale", "g_shift_"]
+
+
 def test_a_number_of_the_module_that_changes_is_named() -> None:
     class Scales(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -410,3 +410,15 @@ def test_functions_without_a_backward_are_said_once(transform, device) -> None:
     trained = [replace(each, function="Trained", calls=1) for each in report.traces if each.kind == "backward"]
     (said_in_training,) = opening.without_backward(replace(report, traces=(*report.traces, *trained)))
     assert "compiled version 0: compute what no gradient needs, such as a metric or an evaluation" in said_in_training
+
+
+def test_a_backward_without_regions_counts_no_calls(transform, device) -> None:
+    net, x = thunder.jit(lambda x: (x * 2, x.argmax()), transforms=[transform()]), torch.ones(2, 2, device=device)
+    for _ in range(3):
+        net(x.requires_grad_())[0].sum().backward()
+    report = explain(net)
+    assert [(trace.kind, len(trace.regions), trace.calls) for trace in report.traces] == [
+        ("forward", 1, 3),
+        ("backward", 0, 0),
+    ]
+    assert x.grad is not None and "No backward" not in str(report)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from html import escape
+from pathlib import Path
 
 import pytest
 import thunder
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from thunder_cg import cudagraph_transform, explain
-from thunder_cg.report import CollectiveReport, Report, text, units
+from thunder_cg.report import ArenaMemory, CollectiveReport, MemoryReport, RecordingMemory, Report, text, units
 
 
 def test_every_region_has_its_counts_and_bytes(report: Report) -> None:
@@ -92,10 +93,10 @@ def test_entries_that_differ_in_sizes_are_a_line_each(backend, device) -> None:
         model(torch.randn(rows, 4, device=device))
     said = str(explain(model))
     assert said.count("on cpu, " if device == "cpu" else "on cuda:0, ") == 1
-    assert "\n\nSequential, forward, compiled version 1: as compiled version 0; for input float32 (3, 4)" in said
+    assert "\n  Sequential, forward, compiled version 1: the same ops; for input float32 (3, 4)" in said
     assert "; 3 calls: 1 replayed, 1 warm-up, 1 capture" in said
-    assert said.count(": as compiled version 0; ") == 3
-    assert "\n\nSequential, forward: 8 more compiled versions as version 0: see explain(fn).traces\n" in said
+    assert said.count(": the same ops; ") == 3
+    assert "\n  and 8 more with the same ops: see explain(fn).traces\n" in said
     assert "not captured" not in said.partition("Memory of the graphs")[2]
     for rows in range(4, 14):
         model(torch.randn(rows, 4, device=device))
@@ -111,4 +112,28 @@ def test_versions_with_other_ops_are_shown_up_to_a_bound() -> None:
         jitted(torch.ones(2), [torch.ones(2)] * number)
     said = str(explain(jitted))
     assert said.count("adds, forward, compiled version ") == text._MOST_VERSIONS
-    assert ".adds, forward: 2 more compiled versions with other ops: see explain(fn).traces\n" in said
+    assert "\n  and 2 more compiled versions with other ops: see explain(fn).traces\n" in said
+
+
+def test_graphs_that_are_alike_are_folded_in_all_forms(report: Report, tmp_path: Path) -> None:
+    """24 layers between graph breaks: what is said of one is said once."""
+    (trace,) = report.traces
+    regions = tuple(replace(region, failure=None) for region in trace.regions)
+    ops = tuple(replace(op, line=None) for op in trace.ops)  # lines may differ
+    trace = replace(trace, regions=regions)
+    layers = [replace(trace, function=f"Net, graph {n}", ops=ops if n % 2 else trace.ops) for n in range(24)]
+    layers[7] = replace(layers[7], calls=9)
+    arenas = tuple(ArenaMemory(number, 4096, 0, is_held=False) for number in range(24))
+    memory = MemoryReport(arenas, (RecordingMemory("Net", 0, (0,), 1, 0, 0, ()),))
+    found = Report(tuple(layers), memory=memory)
+    said = str(found)
+    assert said.count("CUDAGraph1 on") == 1 and said.count("  pool ") == text._MOST_LINES
+    lines = [
+        "and 22 more like it, the last of them Net, graph 23, forward, compiled version 0",
+        f"Net, graph 7, forward, compiled version 0: the same ops; {text.entry(layers[7])}; {text.calls(layers[7])}",
+    ]
+    assert all(f"\n  {line}\n" in said for line in lines) and "\n  16 more pools: see explain(fn).memory\n" in said
+    found.save(tmp_path / "report.md")
+    assert all(f"\n- {line}" in (tmp_path / "report.md").read_text().replace("\\", "") for line in lines)
+    page = found._repr_html_()
+    assert page.count("<summary>and 23 more with the same ops</summary>") == 1 and page.count("<details open>") == 1

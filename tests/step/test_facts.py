@@ -25,6 +25,19 @@ def test_what_is_shown_of_a_fact(before, after, said):
     assert difference({"x": before}, {"x": after}) == said
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ({"len(x)": 0}, {"type(x['loss'])": list}, "what x holds changed"),
+        ({"x": fact_of(None)}, {"len(x)": 1, "x['n']": fact_of(1)}, "x changed from None to something else"),
+        ({"x['n']": fact_of(1)}, {"xs": fact_of(1)}, "x['n'] was 1 and is gone"),
+    ],
+    ids=["an item of it only grows", "a dictionary", "gone"],
+)
+def test_what_is_said_of_a_fact_that_there_is_no_more(before, after, said):
+    assert difference(before, after) == said
+
+
 @pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")
 def test_what_is_shown_of_autocast(step_twins):
     model = nn.Linear(3, 3).to(step_twins.device)

@@ -6,7 +6,7 @@ import random
 import re
 import types
 import warnings
-from collections import UserDict
+from collections import UserDict, defaultdict
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -703,6 +703,42 @@ class ReadsItsSum(nn.Module):
     def forward(self, x):
         total = x.sum().item()
         return x * total
+
+
+@pytest.mark.parametrize("made_before", [False, True])
+def test_lists_that_the_first_step_makes(step_twins, made_before):
+    metrics = defaultdict(list, {"sum": []} if made_before else {})
+
+    def fn(x):
+        metrics["sum"].append(x.sum())
+        return x
+
+    step = step_twins.graphed(fn)
+    for _ in range(5):
+        step(torch.ones(3, device=step_twins.device))
+    said = " ".join(str(explain(step)).split())
+    assert len(metrics["sum"]) == 5 and step.captures == 1 and step.replays == 2 + made_before
+    assert (fixes._KEYS in said) != made_before and ("nothing to change" in said) == made_before, said
+
+
+@pytest.mark.parametrize("value", [lambda x: x * 2, lambda x: {"x": x * 2}], ids=["a tensor", "something else"])
+@pytest.mark.parametrize("set_back", [False, True])
+def test_what_a_step_makes_in_the_place_of_none(step_twins, value, set_back):
+    """There is nothing to change, unless the loop has each step make it."""
+    keeper = types.SimpleNamespace(last=None)
+
+    def fn(x):
+        keeper.last = value(x)
+        return x
+
+    step = step_twins.graphed(fn)
+    for _ in range(10):
+        step(torch.ones(3, device=step_twins.device))
+        keeper.last = None if set_back else keeper.last
+    said = " ".join(str(explain(step)).split())
+    assert "keeper.last changed" in said and f"see test_fixes.py:{fn.__code__.co_firstlineno + 1}" in said, said
+    assert (fixes._BETWEEN in said) == set_back != ("nothing to change" in said), said
+    assert bool(step.replays) != set_back
 
 
 def test_a_line_of_a_compiled_module(step_twins, backend):

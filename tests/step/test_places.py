@@ -396,8 +396,12 @@ def histories(model):
         recent.extend([logits.detach(), loss.detach() * 2])
         latest.append((loss.detach(), logits.detach()))
         logs["loss"].append(loss.detach())
+        logs.setdefault("double", []).append(loss.detach() * 2)
 
-    return keep, lambda: [*keeper.before["a.b"], *recent, *latest, *logs["loss"]], keeper, recent, logs
+    def found():
+        return [*keeper.before["a.b"], *recent, *latest, *logs["loss"], *logs["double"]]
+
+    return keep, found, keeper, recent, logs
 
 
 def test_histories_that_grow(step_twins):
@@ -414,6 +418,23 @@ def test_histories_that_grow(step_twins):
             keeper.before["a.b"] = logs["loss"]
 
     is_captured_anew_once(step_twins, partial(train_with, step_twins, histories, between, 14))
+
+
+class Counting(dict):
+    calls = 0
+
+    def setdefault(self, key, default):
+        self.calls += 1
+        return super().setdefault(key, default)
+
+
+def appends_to_a_mapping_of_its_own(model):
+    history = Counting()
+
+    def keep(loss, logits):
+        history.setdefault("loss", []).append(loss.detach())
+
+    return keep, lambda: [*history["loss"], torch.tensor(history.calls)]
 
 
 def appends_a_history(model):
@@ -658,6 +679,7 @@ REFUSED = {
     appends_a_history: "without a history to losses (test_places.py:{line}); detach them, or return them",
     appends_a_number: "something else than tensors without a history to losses (test_places.py:{line})",
     appends_and_reads: "len(losses) changed",
+    appends_to_a_mapping_of_its_own: "self.calls changed from",
     appends_and_reads_an_item: "len(history['loss']) changed",
     drops_numbers: "recent (test_places.py:{line}) has something else than tensors without a history; empty it before",
     appends_and_reads_elsewhere: "len(keeper.before) changed",

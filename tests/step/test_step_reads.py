@@ -407,6 +407,26 @@ def test_a_module_in_a_list(step_twins):
     assert changing(step_twins, lambda y: head(y), change).captures == 2
 
 
+def test_a_module_that_is_the_step(step_twins):
+    """No name leads to it, and what its forward reads and assigns counts all the same."""
+
+    class Halving(Scaled):
+        def forward(self, y):
+            self.k = self.k / 2
+            return y * self.k
+
+    x = torch.ones(3, device=step_twins.device)
+    halving = Halving()
+    step = step_twins.graphed(halving)
+    assert [step(x)[0].item() for _ in range(6)] == [2.0**-i for i in range(1, 7)]
+    assert step.captures == 0 and "self.k changed from" in str([*step.in_python])
+    step = step_twins.graphed(scaled := Scaled())
+    scaled.k = 2.0
+    assert [step(x)[0].item() for _ in range(4)] == [2.0 * SCALE] * 4 and step.replays == 2
+    scaled.k = 3.0
+    assert step(x)[0].item() == 3.0 * SCALE
+
+
 def test_an_optimizer_in_another_one(step_twins):
     def change(model, fn, back=False):
         fn.optimizer.optimizer.param_groups[0]["lr"] = 0.1 if back else 0.01

@@ -269,6 +269,7 @@ def test_explain_refuses_what_it_cannot_call_or_write(tmp_path: Path, capsys: py
         ([f"{path}:reads", "1"], "unrecognized arguments: 1"),
         ([f"{path}:reads", "--calls", "0"], "argument --calls: 0: give 1 or more"),
         (["--html", str(path), str(path)], f"{path} exists, and thunder_cg did not write it"),
+        (["--html", f"{path}.x", "--json", f"{path}.x", str(path)], "give each a file of its own"),
         (["--calls", "x", str(path)], "argument --calls: 'x' is no whole number"),
     ):
         with pytest.raises(SystemExit, match="2"):

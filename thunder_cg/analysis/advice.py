@@ -165,7 +165,9 @@ def _use(value: ast.expr, parents: _Parents, *, follows: bool = True) -> Iterato
             (target,) = parent.targets[:1] if isinstance(parent, ast.Assign) else [parent.target]
             if isinstance(target, ast.Name) and follows and found in ("", _COMPUTED, _UNBOUND):
                 uses = _uses_of(target, parents)
-                yield from uses if found != _UNBOUND else (use for use in uses if use == _SPLIT)
+                # ``x = x * number`` may be a tensor, which may be returned and kept.
+                no_uses = {_RETURNED, _LOGGED} if found == _COMPUTED else ()
+                yield from (use for use in uses if (use == _SPLIT or found != _UNBOUND) and use not in no_uses)
             elif isinstance(target, (ast.Attribute, ast.Subscript)) and not found:
                 yield _LOGGED
         node = parent

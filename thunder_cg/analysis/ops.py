@@ -53,18 +53,14 @@ class Value:
     dtype: str | None = None  # Thunder's name, such as "float32" or "bool8"; None unless tensor or future
     proxy: Any = field(default=None, compare=False, repr=False)  # for the transform
     label: str = ""  # what the user calls it, where the prologue tells
-
-    @property
-    def is_dynamos(self) -> bool:
-        """Whether Dynamo has named it, which knows the user's name."""
-        return self.name.startswith(("l_", "g_"))
+    is_dynamos: bool = False  # whether Dynamo has named it, which knows the user's name
 
     @property
     def users_name(self) -> str:
         """What the user calls an argument: Thunder calls ``args[1]["a"]`` ``t_1_a``, Dynamo calls ``x`` ``l_x_``."""
         if self.label:
             return self.label
-        if (dynamos := _DYNAMOS.fullmatch(self.name)) is not None:
+        if self.is_dynamos and (dynamos := _DYNAMOS.fullmatch(self.name)) is not None:
             name = re.sub("^fn(?=_(modules|parameters|buffers)_)", "self", dynamos[1] or dynamos[2])  # a Sequential
             return re.sub("_(modules|parameters|buffers)_", ".", name) if name.startswith("self_") else name
         if self.static or (nested := re.fullmatch(r"t_(\d+)((?:_\d+)*)(?:_(\w+))?", self.name)) is None:
@@ -353,6 +349,7 @@ class _TraceReader:
             dtype=_dtype(proxy),
             proxy=proxy,
             label="" if proxy.name in self.static_names else self.known_names.get(proxy.name, ""),
+            is_dynamos=bool(self.stacks) and proxy.name.startswith(("l_", "g_")),
         )
 
 

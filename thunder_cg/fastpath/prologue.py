@@ -173,6 +173,7 @@ class _Arguments:
     """The names of the arguments that a function, or a module's forward, takes by position."""
 
     def __init__(self, function: Any) -> None:
+        self._is_dynamos = isinstance(function, torch.fx.GraphModule)
         self._dynamos = function.meta.get(NAMES, {}) if isinstance(function, torch.fx.GraphModule) else {}
         function = function.forward if isinstance(function, torch.nn.Module) else function
         try:
@@ -186,7 +187,7 @@ class _Arguments:
     def name(self, index: int) -> str:
         if index < len(self._names):
             name = self._names[index]
-            return self._dynamos.get(name) or Value(name, "").users_name
+            return self._dynamos.get(name) or Value(name, "", is_dynamos=self._is_dynamos).users_name
         return f"{self._rest}[{index - len(self._names)}]"
 
 

@@ -117,13 +117,12 @@ def _pre(said: Iterable[str]) -> str:
 
 
 def _traces(traces: Sequence[TraceReport]) -> Iterator[str]:
-    """Each trace, folded if it differs from an earlier one in the sizes of inputs only."""
-    full: list[TraceReport] = []
+    """Each trace, and below it, folded, those with the same ops."""
     trained = {(trace.function, trace.entry) for trace in traces if trace.kind == "backward"}
-    for trace in traces:
-        is_new = not any(text.are_alike(each, trace) for each in full)
-        full += [trace] * is_new
-        yield _trace(trace, is_open=is_new, saves=(trace.function, trace.entry) in trained)
+    for first, *others in text.folded(traces):
+        yield _trace(first, is_open=True, saves=(first.function, first.entry) in trained)
+        said = "".join(_trace(each, is_open=False, saves=(each.function, each.entry) in trained) for each in others)
+        yield f"<details><summary>and {len(others):,} more with the same ops</summary>{said}</details>" * bool(others)
 
 
 def _trace(trace: TraceReport, *, is_open: bool, saves: bool) -> str:

@@ -17,7 +17,7 @@ MARK = "<!-- thunder_cg report -->"  # files begin with it
 
 def render(report: Report) -> str:
     """The content of a file."""
-    parts = [part for trace in report.traces for part in _trace(trace)]
+    parts = [part for trace, others in text.in_short(report.traces) for part in _trace(trace, others)]
     return lines(opening.opening(report).splitlines(), *parts, *_blocks(text.memory(report.memory)))
 
 
@@ -27,7 +27,7 @@ def lines(said: Iterable[str], *parts: str) -> str:
     return "\n\n".join((MARK, f"**{_escape(first)}**", *_blocks(rest), *parts)) + "\n"
 
 
-def _trace(trace: TraceReport) -> Iterator[str]:
+def _trace(trace: TraceReport, others: Sequence[str]) -> Iterator[str]:
     yield f"### {_escape(text.title(trace))}"
     made_for = [text.entry(trace)] if trace.kind == "forward" else []
     yield "\n".join(f"- {_escape(line)}" for line in (opening.headline([trace]), *made_for, text.calls(trace)))
@@ -41,6 +41,8 @@ def _trace(trace: TraceReport) -> Iterator[str]:
         yield table(("region", "device", "ops", "what it did", "notes"), rows)
     if eager := [op for op in trace.ops if op.verdict == "eager"]:
         yield table(("eager op", "source", "why", "what would change it"), [*map(_eager, eager)])
+    if others:
+        yield "\n".join(f"- {_escape(line)}" for line in others)
 
 
 def _eager(op: OpReport) -> tuple[str, ...]:

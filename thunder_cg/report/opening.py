@@ -198,11 +198,11 @@ def ran(report: Report) -> Iterator[str]:
 def without_backward(report: Report) -> Iterator[str]:
     """The functions whose backward never ran, although the forward did more than once, and what to do about it.
 
-    Where another backward has run, they may be a part of training, such as a metric.
+    Where another backward has run, they may be a part of training, such as a metric. What has no regions counts no
+    calls.
     """
-    backwards = {
-        (trace.function, trace.entry) for trace in report.traces if trace.kind == "backward" and not trace.calls
-    }
+    never_ran = (each for each in report.traces if each.kind == "backward" and each.regions and not each.calls)
+    backwards = {(trace.function, trace.entry) for trace in never_ran}
     forwards = (trace for trace in report.traces if trace.kind == "forward" and trace.calls > 1)
     found = [each for each in forwards if (each.function, each.entry) in backwards]
     if found:

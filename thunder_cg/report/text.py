@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,16 +14,17 @@ if TYPE_CHECKING:
     from thunder_cg.report.memory import MemoryReport
     from thunder_cg.report.report import RegionReport, Report, TraceReport
 
-_MOST_ALIKE = 3  # traces that differ from another one in the sizes of inputs only
-_MOST_VERSIONS = 8  # of a function, that differ in more, besides those of which a capture failed
+_MOST_ALIKE = 3  # traces with the same ops as another one that ran otherwise
+_MOST_VERSIONS = 8  # of a function, with other ops, besides those of which a capture failed
 _MOST_REGIONS = 30  # of a trace, besides those that run eagerly
-_MOST_LINES = 8  # of recordings in the ledger
+_MOST_LINES = 8  # of pools in the ledger, and of recordings
 _MOST_PREVIEWS = 4  # of traces that are not captured
 
 
 def render(report: Report) -> str:
     """The text of the whole report, without a newline at its end."""
-    parts = [opening.opening(report), *_traces(report.traces), "\n".join(memory(report.memory))]
+    traces = ("\n".join([*_trace(trace), *_indent(others)]) for trace, others in in_short(report.traces))
+    parts = [opening.opening(report), *traces, "\n".join(memory(report.memory))]
     return "\n\n".join(filter(None, parts))
 
 
@@ -87,9 +87,11 @@ def memory(ledger: MemoryReport, *, of_step: bool = False) -> Iterator[str]:
     said = f"Memory of the graphs: {', '.join(parts) or 'none yet'}"
     yield said + (f"; memory_budget is {size(ledger.budget)}" if ledger.budget is not None else "")
     version, about = ("graph", "at least") if of_step else ("compiled version", "about")
-    for arena in ledger.arenas:
+    for arena in ledger.arenas[:_MOST_LINES]:
         held = ", in use by a call: a forward keeps it until its backward" if arena.is_held else ""
         yield f"  pool {arena.number}: {size(arena.pool)}{held}"
+    if (more := len(ledger.arenas) - _MOST_LINES) > 0:
+        yield f"  {count(more, 'more pool')}: see explain(fn).memory"
     for recording in ledger.recordings[:_MOST_LINES]:
         buffers, graphs, copied_in, copied_out = (
             size(sum(getattr(region, name) for region in recording.regions))
@@ -172,37 +174,54 @@ def _tuple(sizes: Sequence[int | None]) -> str:
     return str(tuple(sizes)).replace("None", "?")
 
 
-def _traces(traces: Sequence[TraceReport]) -> Iterator[str]:
-    """Each trace in full, but those that differ from an earlier one in the sizes of inputs only: a line for some."""
-    full: list[TraceReport] = []
-    alike: Counter[int] = Counter()  # by the identity of the trace that others are like
-    versions, left = Counter[tuple[str, str]](), Counter[tuple[str, str]]()  # by function and kind: all, and unsaid
+def folded(traces: Iterable[TraceReport]) -> list[list[TraceReport]]:
+    """The traces by their ops, each list in the order of the traces. One of which a capture failed is like none."""
+    groups: dict[object, list[TraceReport]] = {}
     for trace in traces:
-        if (same := next((each for each in full if are_alike(each, trace)), None)) is None:
-            full.append(trace)
-            versions[which := (trace.function, trace.kind)] += 1
-            if versions[which] <= _MOST_VERSIONS or any(region.failure or region.remark for region in trace.regions):
-                yield "\n".join(_trace(trace))
-            else:
-                left[which] += 1
-            continue
-        alike[id(same)] += 1
-        if alike[id(same)] <= _MOST_ALIKE:
-            inputs = f"; {entry(trace)}" if trace.kind == "forward" else ""
-            yield f"{title(trace)}: as compiled version {same.entry}{inputs}; {calls(trace)}"
-    for each in full:
-        if (more := alike[id(each)] - _MOST_ALIKE) > 0:
-            of = f"{each.function}, {each.kind}"
-            yield f"{of}: {count(more, 'more compiled version')} as version {each.entry}: see explain(fn).traces"
-    for (function, kind), more in left.items():
-        yield f"{function}, {kind}: {count(more, 'more compiled version')} with other ops: see explain(fn).traces"
+        ops = tuple((op.name, op.verdict, op.detail) for op in trace.ops)
+        groups.setdefault(id(trace) if _failed(trace) else (trace.kind, ops), []).append(trace)
+    return [*groups.values()]
 
 
-def are_alike(a: TraceReport, b: TraceReport) -> bool:
-    """Whether the same ops of one function are in regions, or eager for the same reasons, and no capture failed."""
-    failed = any(region.failure or region.remark for region in (*a.regions, *b.regions))
-    ops = [[(op.name, op.line, op.verdict, op.detail) for op in trace.ops] for trace in (a, b)]
-    return not failed and (a.function, a.kind) == (b.function, b.kind) and ops[0] == ops[1]
+def in_short(traces: Iterable[TraceReport]) -> Iterator[tuple[TraceReport, list[str]]]:
+    """Each trace that is shown in full, with lines about those that are not."""
+    functions: dict[tuple[str, str], list[list[TraceReport]]] = {}
+    for group in (groups := folded(traces)):
+        functions.setdefault((group[0].function, group[0].kind), []).append(group)
+    for group in groups:
+        first, *others = group
+        mine = functions[first.function, first.kind]
+        shown = [each for i, each in enumerate(mine) if i < _MOST_VERSIONS or _failed(each[0])]
+        if any(group is each for each in shown):
+            more = sum(map(len, mine)) - sum(map(len, shown)) if group is shown[-1] else 0
+            unsaid = f"and {count(more, 'more compiled version')} with other ops: see explain(fn).traces"
+            yield first, [*_others(first, others), *[unsaid] * bool(more)]
+
+
+def _others(first: TraceReport, others: Sequence[TraceReport]) -> Iterator[str]:
+    """What is said of traces with the ops of the first one: how many are like it, and how the others ran."""
+    same = [trace for trace in others if _ran(trace) == _ran(first)]
+    rest = [trace for trace in others if _ran(trace) != _ran(first)]
+    if same:
+        last = f"{', the last of them ' if len(same) > 1 else ': '}{title(same[-1])}"
+        yield f"and {len(same):,} more like it{last}"
+    for trace in rest[:_MOST_ALIKE]:
+        inputs = f"; {entry(trace)}" if trace.kind == "forward" else ""
+        yield f"{title(trace)}: the same ops{inputs}; {calls(trace)}"
+    if (more := len(rest) - _MOST_ALIKE) > 0:
+        yield f"and {more:,} more with the same ops: see explain(fn).traces"
+
+
+def _failed(trace: TraceReport) -> bool:
+    return any(region.failure or region.remark for region in trace.regions)
+
+
+def _ran(trace: TraceReport) -> tuple[object, ...]:
+    """For what it was compiled and how often it ran, but no times."""
+    inputs = [(each.dtype, each.shape, each.strides) for each in trace.inputs]
+    modes = trace.training, trace.grad, trace.autocast
+    ran = trace.calls, trace.replays, trace.warm_ups, trace.captures, trace.eager_calls, dict(trace.fallbacks)
+    return inputs, modes, ran, trace.remark, trace.no_fast_path
 
 
 def _trace(trace: TraceReport) -> Iterator[str]:

@@ -44,6 +44,10 @@ _IF_BOUND = (
     "if it bounds a slice, x[i + torch.arange(n, device=...)] is x[i : i + n] for fixed n; if the length changes, "
     "compute with all elements, and mask the rest; if it is a size, use few values"
 )
+_IF_LAYERS = (
+    "if several modules run this code in turn, as layers do, change what ends the graph between them, so that one "
+    "graph has all; else "
+)
 _PAD = (
     "pad to a few sizes, and mask the padding in the loss, and in layers that mix positions, such as convolution, "
     "attention and normalization; if there are few shapes in all, nothing has to change: each pays once, and later "
@@ -56,9 +60,9 @@ SIZES = ("shape", "size")
 _KINDS = {
     "shape": ("{count} shapes of {names} so far ({shown})", _NEW_VERSION.format("shape"), "{pad}"),
     "number": (
-        "{count} values of the Python number {names} so far ({shown})",
+        "{count} values of the Python number{s} {names} so far ({shown})",
         _NEW_VERSION.format("value"),
-        "pass {first} as a 0-dim tensor on the device of the other inputs, torch.tensor({first}, device=...)"
+        "pass {names} as {a}0-dim tensor{s} on the device of the other inputs, torch.tensor({first}, device=...)"
         "{if_number}",
     ),
     BEFORE_BREAK: (
@@ -72,10 +76,9 @@ _KINDS = {
         CACHE_LENGTH,
     ),
     "attribute": (
-        "{count} values of the Python number {names} so far ({shown})",
+        "{count} values of the Python number{s} {names} so far ({shown})",
         _NEW_VERSION.format("value"),
-        "make {first} a 0-dim tensor with register_buffer, and change it in place, such as with fill_ or "
-        "add_{if_number}",
+        "make {names} {a}0-dim tensor{s} with register_buffer, written in place, such as with fill_ or add_{if_number}",
     ),
     "constant": (
         "{count} values of {names} so far ({shown})",
@@ -107,7 +110,7 @@ _KINDS = {
     "moved": (
         "{names} moved to another address, {times}",
         "the layout is captured again; what has moved in three captures is copied in at each call",
-        "write to its memory, such as with copy_, instead of giving it new memory",
+        "{if_layers}write to its memory, such as with copy_, instead of giving it new memory",
     ),
     "dropped": (
         "graphs were captured again, {times}, because {names} had dropped them for others",
@@ -163,11 +166,14 @@ class CallChange:
         return _KINDS[kind][part].format(
             names=names,
             first=first,
+            a="" if others else "a ",
+            s="s" if others else "",
             shown=", ".join([*shown[:_SHOWN], *(["..."] * (len(shown) > _SHOWN))]),
             count=f"{len(self.values):,}",
             last=next(reversed(self.values), None),
             times="once" if self.times == 1 else f"{self.times:,} times",
             took=f" ({self.seconds:.2f} s)" if self.seconds else "",
+            if_layers=_IF_LAYERS if first.startswith("self.") else "",  # Dynamo passes parameters as arguments
             pad=for_shapes(*zip(*self.values)) if self.kind in SIZES else "",
             if_number=for_numbers(value for values in self.values for value in values)
             if self.kind in ("number", "attribute")

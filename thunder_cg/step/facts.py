@@ -108,13 +108,21 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | Non
     """The first fact that differs, with both values; None if none does."""
     for label, value in before.items():
         if label not in after:
-            return f"{label} was {value!r:.80} and is gone"
+            return _gone(label, value, after)
         if after[label] != value and isinstance(value, Content):
             return f"{label} changed"
         if after[label] != value:
             return f"{label} changed from {value!r:.80} to {after[label]!r:.80}"
     new = next((label for label in after if label not in before), None)
     return None if new is None else f"{new} is new: {after[new]!r:.80}"
+
+
+def _gone(label: str, value: Any, after: Mapping[str, Any]) -> str:
+    """What to say of a fact that there is no more. A container has none of its own, but those of what it holds."""
+    name = re.sub(r"^(len|type)\((.*)\)$", r"\2", label)
+    if not any(re.match(rf"{re.escape(name)}\W", subject(each)) for each in after):
+        return f"{label} was {value!r:.80} and is gone"
+    return f"{label} changed from {value!r:.80} to something else" if name == label else f"what {name} holds changed"
 
 
 def subject(change: str) -> str:

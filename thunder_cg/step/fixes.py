@@ -35,6 +35,7 @@ _ONCE = {
     r"the priorities of torch\.nn\.attention\.sdpa_kernel": "PyTorch does at the first attention",
     r"len\(.*\.state\) changed from 0 to ": "in the first step of an optimizer",
 }
+_IS_MADE = re.compile(" changed from None to (a tensor|something)")
 _RATE = "make the learning rate a tensor on the device, which a scheduler then writes"
 _CONSTANT = "keep it constant, as OneCycleLR does with cycle_momentum=False"
 _RANDOM = "draw with torch on the device"
@@ -53,6 +54,7 @@ _IN_STEP = "do that outside of the step, or keep it in a tensor on the device th
 _COUNTED = "a graph goes on counting what the step only adds to, as self.n += x.size(0), or, for a global, n += size"
 _IN_PLACE = "keep it in a tensor on the device, and write that in place"
 _ADDS = "return what it adds, and add that outside of the step"
+_KEYS = "make the lists and numbers in it before the first step, and keep them"
 _BETWEEN = f"leave it as it is between steps, or {_IN_PLACE}"
 _OPTIMIZER = "the optimizer reads its state on the host"
 _SCALER = "the scaler reads on the host whether a gradient is infinite, unless the optimizer is fused"
@@ -120,7 +122,7 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
     if "['betas']" in label or "['momentum']" in label:
         return f"; {_CONSTANT}"
     are_of_torch = any(isinstance(value, (Optimizer, GradScaler, AveragedModel)) for value in owners)
-    is_made = (are_of_torch and " from a tensor" not in change) or " from None to a tensor" in change
+    is_made = (are_of_torch and " from a tensor" not in change) or fix_if_repeated(change)
     if is_made or (not owners and of_first_step(change)):
         return ""
     if change.startswith("the state of"):
@@ -129,6 +131,8 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
         return f"; {_OWN_GENERATOR}"
     if change.startswith("what ") and hasattr(owner, "random"):
         return f"; {_RANDOM}"
+    if in_step and change.startswith("what ") and f"len({label})" in facts:
+        return f"; {_KEYS}"
     if label.startswith("_Progress.") or ".optim_step_progress." in label:
         return f"; {_LIGHTNINGS}"
     if not in_step and isinstance(fact := facts.get(label), Atom) and fact.kind is int:
@@ -140,6 +144,11 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
         return f"; {_SET_BACK}"
     in_step_fix = _ADDS if change.startswith("len(") else _IN_STEP + f"; {_COUNTED}" * f"{then}{now}".isdigit()
     return f"; {in_step_fix if in_step else _BETWEEN}"
+
+
+def fix_if_repeated(change: str) -> str:
+    """What to do about what a step makes in the place of None, if each step does."""
+    return f"; {_BETWEEN}" if _IS_MADE.search(change) else ""
 
 
 def of_first_step(change: str) -> str:

@@ -35,6 +35,7 @@ from thunder_cg.step.facts import Facts
 from thunder_cg.step.fixes import (
     also_changed,
     change_between,
+    fix_if_repeated,
     fix_of_change,
     fix_of_changed_argument,
     fix_of_moved,
@@ -124,6 +125,7 @@ class GraphedStep:
         self._options = options
         self._roots: dict[str, Any] = {f"modules[{i}]": module for i, module in enumerate(options.modules)}
         self._roots |= {f"optimizers[{i}]": optimizer for i, optimizer in enumerate(options.optimizers)}
+        self._roots |= {"self": self._fn} if isinstance(self._fn, nn.Module) else {}  # which no name leads to
         self._backend = resolve(options.backend)
         self._max_recordings = options.max_recordings
         self._lock = threading.RLock()
@@ -418,7 +420,7 @@ class GraphedStep:
             fix = fix_of_moved(moved) if moved else fix_of_change(str(change), state.facts, self._roots, in_step=True)
             found = self._state() if is_new else state
             change = moved or str(change)
-            change += state.line_of(change) if fix else ""
+            change += state.line_of(change) if fix or fix_if_repeated(change) else ""
             # A hook is the cause, maybe. What changes once, as the first step's state does, is not what is in the way.
             objection = found.hooked or (None if fix else found.objection)
             if fix and not moved:
@@ -431,7 +433,7 @@ class GraphedStep:
                 return result
         is_new_shape = reason.startswith(_SHAPE)
         if change is not None or not (is_new_shape or reason.startswith(_FIRST)):
-            self._count_unstable(change or reason, fix)
+            self._count_unstable(change or reason, fix or fix_if_repeated(change or reason))
         elif is_new_shape and len(self._ready) == _MAX_UNSTABLE and not self.captures:
             self._warn(reason)
         return result

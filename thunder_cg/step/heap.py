@@ -2,8 +2,9 @@
 
 Note [Frozen objects]
     `gc.freeze` hides what there is from the collector, and from those who ask it. To see frozen objects, one has to
-    unfreeze all, and to freeze them again with all that has come since, whose cycles are never freed then. So this is
-    done only if something has been frozen since it was done last: then a marker, made after that, is hidden, too.
+    unfreeze all, and to freeze them again with all that has come since, whose cycles are never freed then. So tensors
+    and functions are looked for there only if something has been frozen since that was done last: then a marker, made
+    after that, is hidden, too. What holds an object is looked for there if nothing else is found to hold it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain, compress
 from operator import attrgetter
 from typing import Any
@@ -55,6 +57,13 @@ def known_functions(codes: Collection[types.CodeType]) -> list[types.FunctionTyp
 
 def holder_of(value: object) -> str | None:
     """What holds an object, by a name: a global, a variable of a closure or an attribute, maybe through containers."""
+    if (found := _holder_of(value)) is None and gc.get_freeze_count():
+        with _unfrozen():
+            found = _holder_of(value)
+    return found
+
+
+def _holder_of(value: object) -> str | None:
     found: dict[int, tuple[Any, str]] = {id(value): (value, "")}  # what holds it, and what leads from there to it
     seen = {*found}
     for _ in range(_MAX_HOLDERS):
@@ -107,13 +116,22 @@ def _each_once(objects: Iterable[Any]) -> list[Any]:
     return [*{id(each): each for each in objects}.values()]
 
 
+@contextmanager
+def _unfrozen() -> Iterator[None]:
+    """See Note [Frozen objects]."""
+    gc.unfreeze()
+    try:
+        yield
+    finally:
+        gc.freeze()
+
+
 def _look_into_frozen() -> None:
     """See Note [Frozen objects]."""
     _frozen.objects = {}
     if gc.get_freeze_count():
-        gc.unfreeze()
-        objects = gc.get_objects()
-        gc.freeze()
+        with _unfrozen():
+            objects = gc.get_objects()
         for each in _of({*_kinds_of_tensors(), types.FunctionType}, objects):
             if type(each) is not types.FunctionType or not is_constant(each.__code__.co_filename):
                 _frozen.objects.setdefault(type(each), []).append(weakref.ref(each))

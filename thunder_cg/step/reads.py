@@ -13,9 +13,10 @@ Note [Packages]
 Note [What only grows]
     ``losses.append(loss)`` and ``losses.extend(...)`` read nothing of the list, so nothing of it has to be as it was: a
     replay appends to the list that is there. If the step reads the list in any other way, that is another read, and
-    all of the list is compared. It may be a deque, or an item of a dictionary: ``history["loss"].append(loss)`` reads
-    only which list that is. So it is with an integer that the step only adds to, as in ``self.steps += 1`` or
-    ``stats["steps"] = stats["steps"] + 1``: a replay adds what the capture has added.
+    all of the list is compared. It may be a deque, or an item of a dictionary: ``history["loss"].append(loss)`` and
+    ``history.setdefault("loss", []).append(loss)`` read only which list that is. So it is with an integer that the step
+    only adds to, as in ``self.steps += 1`` or ``stats["steps"] = stats["steps"] + 1``: a replay adds what the capture
+    has added.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ _GROWS = {"append", "extend"}
 _LOOKUPS = {"LOAD_ATTR", "LOAD_METHOD"}
 _DICTIONARIES = dict, OrderedDict, defaultdict
 _COPIES = {"COPY", "DUP_TOP", "DUP_TOP_TWO"}
-_NEUTRAL = {"CACHE", "EXTENDED_ARG", "NOP", *_COPIES}  # what was loaded last stays on top of the stack
+_NEUTRAL = {"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", *_COPIES}  # what was loaded last stays on top of the stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,7 @@ class _Item:
     """In the place of an attribute: what a dictionary has by a key that is written in the code."""
 
     key: Any
+    method: str = ""  # by which it is looked up
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,6 +415,8 @@ def _read(
             attributes, only_grows = attributes[:i], type(owner) is int
             get = partial(look_up, attributes)
             break
+        if isinstance(name, _Item) and name.method and type(owner) not in _DICTIONARIES:
+            return _read(label, line, start, names, (*attributes[:i], name.method), look_up)
         if isinstance(name, _Item):
             value, is_number = look_up(attributes[: i + 1]), attributes[i + 1 :] == (_ADDED_TO,)
             if is_number and type(value) is int:
@@ -679,9 +683,12 @@ def instructions(code: types.CodeType) -> Iterator[_Instruction]:
         is_variable = _adds_to_a_variable(found[i : i + 4])
         is_item = [each.name for each in found[i : i + 2]] == ["LOAD_CONST", "BINARY_SUBSCR"]
         added = _added_to(found, i + is_item, copied) if is_item or one.name == "LOAD_ATTR" else None
-        if is_item and (added or (found[i + 2].name in _LOOKUPS and found[i + 2].value in _GROWS)):
+        if is_item and (added or _is_lookup(found[i + 2], _GROWS)):
             next(rest)
             one = one._replace(name="LOAD_ATTR", value=_Item(one.value))
+        elif _makes_a_list(found[i : i + 5]):
+            [next(rest) for _ in range(3)]
+            one = one._replace(name="LOAD_ATTR", value=_Item(found[i + 1].value, str(one.value)))
         yield one
         if is_variable or added:
             yield one._replace(name="LOAD_ATTR", value=_ADDED_TO)
@@ -691,6 +698,17 @@ def instructions(code: types.CodeType) -> Iterator[_Instruction]:
         elif added:
             yield from (found[next(rest)] for _ in range(added[0] - i - 1 - is_item))
             [next(rest) for _ in range(*added)]
+
+
+def _is_lookup(instruction: _Instruction, names: Set[str]) -> bool:
+    return instruction.name in _LOOKUPS and instruction.value in names
+
+
+def _makes_a_list(found: list[_Instruction]) -> bool:
+    """Whether they are those of ``.setdefault("loss", []).append``."""
+    names = [each.name for each in found[1:4]]
+    is_call = names[:2] == ["LOAD_CONST", "BUILD_LIST"] and found[2].value == 0 and names[2].startswith("CALL")
+    return is_call and _is_lookup(found[0], {"setdefault"}) and _is_lookup(found[4], _GROWS)
 
 
 def _added_to(found: list[_Instruction], i: int, copied: Set[int]) -> tuple[int, int] | None:

@@ -116,6 +116,9 @@ def _check(arguments: argparse.Namespace, file: Path, parser: Parser) -> None:
             refuse_foreign(path)
     except ValueError as error:
         parser.error(str(error))
+    html_file, json_file = arguments.html, arguments.json
+    if html_file and json_file and html_file.resolve() == json_file.resolve():
+        parser.error(f"--html and --json are both {html_file}; give each a file of its own")
 
 
 def _split(text: str) -> tuple[Path, str]:

@@ -11,21 +11,21 @@ from thunder_cg.tools.bench.results import BenchmarkResults
 
 _HEADER = (
     "variant",
-    "host p50 / p99",
-    "end to end p50 / p99",
-    "back to back",
-    "per s",
+    "host p50 / p99, µs",
+    "end to end p50 / p99, µs",
+    "back to back, µs",
+    "calls per s",
     "compile s",
     "capture ms",
     "peak MB",
     "reserved MB",
-    "error",
+    "relative error",
     "bits",
 )
 
 
 def table(rows: Sequence[BenchmarkRow]) -> str:
-    """The rows of cases as Markdown, one table per case; in microseconds unless a column says otherwise."""
+    """The rows of cases as Markdown, one table per case."""
     return "\n".join(line for case in dict.fromkeys(row.case for row in rows) for line in _case(case, rows))
 
 
@@ -68,7 +68,7 @@ def scaling_tables(results: BenchmarkResults) -> str:
 def _scaling_table(unit: str, results: BenchmarkResults) -> Iterator[str]:
     points = [p for p in results.points if p.unit == unit]
     sizes = [*dict.fromkeys(p.size for p in points)]
-    yield f"\n**Host time, p50 us, by number of {unit}s**\n"
+    yield f"\n**Host time, p50 in µs, by number of {unit}s**\n"
     times = {(p.variant, p.size): "failed" if p.failure else f"{p.host_p50:,.0f}" for p in points}
     variants = dict.fromkeys(p.variant for p in points)
     rows = ([variant, *(times.get((variant, size), "") for size in sizes)] for variant in variants)
@@ -78,7 +78,7 @@ def _scaling_table(unit: str, results: BenchmarkResults) -> Iterator[str]:
             yield f"\n{point.variant}, {point.size} {unit}s: {point.failure}"
     slope = growth(results, unit)
     if slope is not None:
-        yield f"\nthunder_cg over the hand-made graph: {slope:+.3f} us per {unit}"
+        yield f"\nthunder_cg over the hand-made graph: {slope:+.3f} µs per {unit}"
 
 
 def goals_table(found: Sequence[Goal]) -> str:
