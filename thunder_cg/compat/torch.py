@@ -562,7 +562,7 @@ def holders_of_storage(storage: torch.UntypedStorage) -> int:
 # Those that are always there, without tensors and with some, as of a call in Python; since torch 2.11 of C++, too.
 _references, _storage = {False: 0, True: 0}, torch.UntypedStorage(0)
 _references[False] = holders_of_storage(_storage)
-_tensor = torch.empty(0).set_(_storage)
+_tensor = torch.empty(0, device="cpu").set_(_storage)
 _references[True] = holders_of_storage(_storage) - 1
 del _storage, _tensor
 

@@ -23,13 +23,14 @@ Note [Lent gradients]
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakMethod
 
 import torch
 
-from thunder_cg.compat.torch import addresses_equal, holders_of_storage, storage_id
+from thunder_cg.compat.torch import addresses_equal, holders_of_storage, storage_id, storage_use_count
 from thunder_cg.runtime.backend import Pool
 
 
@@ -48,6 +49,7 @@ class Lent:
         self._each = [*self._by_storage.values()]
         self._storages = [tensor.untyped_storage() for tensor in self._each]
         self._owners = [*map(holders_of_storage, self._storages)]
+        self._not_held: Any = None  # the counts by which it was found that nobody holds one
         self._addresses, self._indices = [t.data_ptr() for t in self._each], [*range(len(self._each))]
         self.nbytes = sum(tensor.untyped_storage().nbytes() for tensor in self._each)
         self.are_apart = len(self._each) == len(self._tensors)  # whether no two share memory
@@ -72,5 +74,11 @@ class Lent:
 
     def held(self) -> list[torch.Tensor]:
         """Of each storage that callers still hold, a tensor."""
+        counts = [*map(storage_use_count, self._by_storage)], [*map(sys.getrefcount, self._storages)]
+        if counts == self._not_held:
+            return []
         now = map(holders_of_storage, self._storages)
-        return [tensor for tensor, uses, owners in zip(self._each, now, self._owners) if uses > owners]
+        held = [tensor for tensor, uses, owners in zip(self._each, now, self._owners) if uses > owners]
+        if not held:
+            self._not_held = counts
+        return held

@@ -342,6 +342,11 @@ def _copied(tensors: Tensors) -> list[torch.Tensor]:
     return copies
 
 
+def _storage_place(tensor: torch.Tensor) -> tuple[int, int]:
+    """Which storage a tensor has, and the address at which that begins."""
+    return compat.storage_id(tensor), tensor.data_ptr() - tensor.storage_offset() * tensor.element_size()
+
+
 @dataclass(eq=False)
 class TapeGraph:
     """The recorded calls."""
@@ -362,8 +367,7 @@ class TapeGraph:
         self._is_closed = False
         kept = {id(tensor): tensor for tensor in (*self.tensors(), *self.buffers, *self.copied_out)}
         self.uses = Counter(map(compat.storage_id, filter(compat.has_storage, kept.values())))
-        self._placed = [tensor for tensor in kept.values() if compat.has_memory(tensor)]
-        self._places = [tensor.data_ptr() for tensor in self._placed], [*range(len(self._placed))]
+        self._places = [(each, *_storage_place(each)) for each in kept.values() if compat.has_memory(each)]
         _graphs.add(self)
 
     def tensors(self) -> Iterable[torch.Tensor]:
@@ -381,15 +385,17 @@ class TapeGraph:
             )
 
     def close(self, *, may_wait: bool) -> None:
-        self._is_closed, self.steps, self._has_sentinel, self._placed = True, [], [], []
+        self._is_closed, self.steps, self._has_sentinel, self._places = True, [], [], []
         _graphs.discard(self)
 
     def replay(self, sources: Tensors = (), targets: Tensors = (), scalars: Sequence[int] = ()) -> None:
         if self._is_closed:
             raise ReplayRefused("it has been destroyed")
-        if not compat.addresses_equal(self._placed, *self._places):
-            # As `resize_` does it. Another tensor may have the old memory, where a GPU would read it.
-            raise ReplayRefused("a storage that it reads has other memory now")
+        for tensor, storage, start in self._places:
+            now, there = _storage_place(tensor)
+            if now == storage and there != start:
+                # As `resize_` does it. Another tensor may have the old memory, where a GPU would read it.
+                raise ReplayRefused("a storage that it reads has other memory now")
         by_sentinel = dict(zip(self.sentinels, scalars))
         with torch.no_grad(), operators.below_autocast(), compat.disable_dispatch_modes():
             _poison(self.memory_made_later().values())  # on a GPU, it may be memory that this graph used and gave back

@@ -495,7 +495,7 @@ _DEEPER = {Collector._add_container, Collector._add_collection, Collector._add_o
 
 def facts_of(value: Any) -> tuple[tuple[str, Any], ...]:
     """Those of a value, and of what it has. The same ones, if nothing of an enumeration has changed since."""
-    facts, watch = _of_enumerations.get(id(value), ((), None))
+    facts, watch, _ = _of_enumerations.get(id(value), ((), None, None))
     if watch is not None and watch.is_untouched():
         return facts
     collector = Collector("", {}, ())
@@ -504,11 +504,11 @@ def facts_of(value: Any) -> tuple[tuple[str, Any], ...]:
     if isinstance(value, enum.Enum):
         if len(_of_enumerations) == _MAX_ENUMERATIONS:
             _of_enumerations.clear()
-        _of_enumerations[id(value)] = facts, collector.watch.begin(collector.facts)
+        _of_enumerations[id(value)] = facts, collector.watch.begin(collector.facts), value
     return facts
 
 
-_of_enumerations: dict[int, tuple[tuple[tuple[str, Any], ...], Watch]] = {}  # by the identities of their members
+_of_enumerations: dict[int, tuple[tuple[tuple[str, Any], ...], Watch, Any]] = {}  # by the identities of their members
 
 
 def is_simple(value: Any, device_type: str) -> bool:
