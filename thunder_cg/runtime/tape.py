@@ -344,7 +344,7 @@ def _copied(tensors: Tensors) -> list[torch.Tensor]:
 
 def _storage_place(tensor: torch.Tensor) -> tuple[int, int]:
     """Which storage a tensor has, and the address at which that begins."""
-    return compat.storage_id(tensor), tensor.data_ptr() - tensor.storage_offset() * tensor.element_size()
+    return compat.storage_id(tensor), tensor.data_ptr() - int(tensor.storage_offset()) * tensor.element_size()
 
 
 @dataclass(eq=False)
