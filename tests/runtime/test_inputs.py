@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from support import fast_path_calls, regions, same
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
+from thunder_cg import explain
 from thunder_cg.analysis.partition import Region
 from thunder_cg.analysis.region_io import RegionInput, RegionIO
 from thunder_cg.errors import CaptureRefused
@@ -65,3 +67,13 @@ def test_what_a_graph_writes_is_not_copied(twins, device):
     assert captures[0][1] == 4 * 4 + 8, "the row and its place"
     assert captures[-1][1] == 64 * 4 * 4 + 4 * 4 + 8, "a cache that moves again and again is copied"
     assert fast_path_calls(graphed) == 0 and region["failure"] is None
+
+
+def test_what_a_functional_collective_returns_in_python(twins, device):
+    """PyTorch waits for it when an operator gets it, which a graph does not see."""
+    plain, graphed = twins(lambda x: torch.tanh(x * 2) + 1)
+    for _ in range(3):
+        x = torch.randn(4, 4, device=device)
+        same(plain(x), graphed(AsyncCollectiveTensor(x)))
+    why = "input 'x' is a AsyncCollectiveTensor, not a plain tensor; pass what its wait() returns"
+    assert explain(graphed).traces[0].fallbacks == {why: 3}

@@ -88,6 +88,7 @@ _MEETING_TIMEOUT = 0.5  # seconds
 _LOOK = 0.5  # seconds for a rank that has asked in vain to ask again
 _SILENCE = 10.0  # seconds after which the log says what a rank waits for, and does so again
 _NO, _LATE, _NEVER, _NOTHING = "no: ", "late: ", "never: ", ""  # _LATE: some rank has not answered in time
+_REFUSES = " does not capture it: "  # after a rank, before why
 _HAS = " again"  # ends a vote of one that could replay
 _ALONE = "alone: "  # begins the options of a function that only this rank has compiled
 
@@ -359,7 +360,8 @@ class Round:
                 state.await_next(number, stage, index, time.monotonic() + min(patience, _LOOK))
             for word in (_NO, _LATE, _NEVER):
                 if vote.startswith(word):
-                    problem = f"rank {rank} does not capture it: {vote.removeprefix(word)}"
+                    why = vote.removeprefix(word)  # of a third rank, or of this one at an earlier call, is passed on
+                    problem = why if _REFUSES in why else f"rank {rank}{_REFUSES}{why}"
                     raise RanksDiffer(problem, may_pass=word is not _NEVER)
             if vote.removesuffix(_HAS) != subject:
                 problem = f"rank {rank} captures something else: other collectives, or others together"

@@ -73,7 +73,9 @@ class ProgramInputs:
         """Why no graph can ever be right for these inputs."""
         for name, tensor in zip(self.names, tensors):
             if not is_plain(tensor):
-                return f"{self._describe(name)} is a {type(tensor).__name__}, not a plain tensor"
+                kind = type(tensor).__name__
+                fix = "what its wait() returns" if kind == "AsyncCollectiveTensor" else "a plain one"
+                return f"{self._describe(name)} is a {kind}, not a plain tensor; pass {fix}"
             if tensor is not None and (is_zero_tensor(tensor) or not has_storage(tensor)):
                 return f"{self._describe(name)} is a {tensor.layout} tensor without memory of its own"
         if self.written:
