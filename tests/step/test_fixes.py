@@ -881,6 +881,47 @@ def test_one_thing_that_changes_is_said_once(run):
     assert said.endswith(f", in each step; {_KEEP}; {fixes._COUNTED}")
 
 
+def test_a_number_in_a_dictionary_that_the_step_names_twice(run, device):
+    def make(model, optimizer, together=True):
+        meter = {"loss": torch.zeros((), device=device), "count": 0}
+        counts = meter if together else {"count": 0}
+
+        def inner(loss):
+            loss.backward()
+            optimizer.step()
+            meter["loss"] += loss.detach()
+            counts["count"] += 1
+
+        return inner
+
+    step, (said,) = run(make)
+    assert step.replays == 0 and said.endswith(", if the step names the dictionary in no other way"), said
+    step, said = run(partial(make, together=False))
+    assert step.replays >= 6 and not said, said
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in a number of Python, or in a tensor."""
+
+    def __init__(self, parameters, lr, first=0):
+        super().__init__(parameters, {"lr": lr})
+        self.first = first
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state["step"] = state.get("step", self.first) + 1
+            p.sub_(p.grad * self.param_groups[0]["lr"] / state["step"])
+
+
+def test_an_optimizer_of_the_users(run, device):
+    step, (said,) = run(plain, Counting)
+    assert step.replays == 0 and f"; {fixes._OPTIMIZER}; {fixes._OWN_OPTIMIZER}" in said, said
+    step, said = run(plain, Counting, first=torch.zeros((), device=device))
+    assert step.replays >= 5 and not said, said
+
+
 def test_a_setting_that_pytorch_sets_itself():
     changes = [f"{name} changed from 1 to 2" for name in names_of_settings(Settings.ALL)]
     (said,) = filter(None, map(fixes.of_first_step, changes))

@@ -87,14 +87,14 @@ _COMPARED = {sys.getrecursionlimit, gc.isenabled, os.getcwd, _thread.get_ident, 
 _COMPARED |= {torch.get_num_threads, torch.get_num_interop_threads}
 
 
-def _of_thread() -> str:
-    """All that the calling thread has as plain values, such as its name."""
-    return repr({name: value for name, value in vars(threading.current_thread()).items() if isinstance(value, ATOMS)})
+def _plain(get: Callable[[], Any]) -> str:
+    """All that an object has as plain values, such as the name of a thread."""
+    return repr({name: value for name, value in vars(get()).items() if isinstance(value, ATOMS)})
 
 
 _OF_LOGGERS = "isEnabledFor", "getEffectiveLevel", "hasHandlers"
 _COMPARED_PYTHON: dict[types.CodeType, Callable[..., Any]] = {
-    threading.current_thread.__code__: _of_thread,
+    **{each.__code__: partial(_plain, each) for each in (threading.current_thread, threading.main_thread)},
     **{vars(logging.Logger)[name].__code__: vars(logging.Logger)[name] for name in _OF_LOGGERS},
 }
 # What they return is not compared before a replay, and may be another value in a later call.

@@ -29,7 +29,7 @@ from thunder_cg.compat.torch import names_of, tensors_in
 from thunder_cg.runtime.tensors import has_history
 from thunder_cg.step.calls import is_of_package, line_with_code
 from thunder_cg.step.facts import Atom, Facts, Same, difference, subject
-from thunder_cg.step.reads import instructions, is_installed
+from thunder_cg.step.reads import instructions, is_installed, is_users
 
 _ONCE = {
     r"the priorities of torch\.nn\.attention\.sdpa_kernel": "PyTorch does at the first attention",
@@ -52,11 +52,13 @@ _MASKS = "Transformers chooses a mask by its values; pass attention_mask with 4 
 _OUTSIDE = "the host reads a value there; make that call outside of the step"
 _IN_STEP = "do that outside of the step, or keep it in a tensor on the device that the step writes in place"
 _COUNTED = "a graph goes on counting what the step only adds to, as self.n += x.size(0), or, for a global, n += size"
+_OF_DICTIONARY = ", if the step names the dictionary in no other way"
 _IN_PLACE = "keep it in a tensor on the device, and write that in place"
 _ADDS = "return what it adds, and add that outside of the step"
 _KEYS = "make the lists and numbers in it before the first step, and keep them"
 _BETWEEN = f"leave it as it is between steps, or {_IN_PLACE}"
 _OPTIMIZER = "the optimizer reads its state on the host"
+_OWN_OPTIMIZER = f"{_IN_PLACE}, or take a capturable optimizer"
 _SCALER = "the scaler reads on the host whether a gradient is infinite, unless the optimizer is fused"
 _AVERAGES = "the average of all steps reads their number on the host; make AveragedModel with avg_fn=get_swa_avg_fn()"
 _BATCHES = "it reads the number of batches on the host, since it averages over all; make it with momentum=0.1"
@@ -118,7 +120,7 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
     if isinstance(optimizer, torch.optim.LBFGS):
         return f"; {_OPTIMIZER}; {_make(optimizer)}"
     if "['step']" in label and (optimizer is not None or ".state[" in label):
-        return f"; {_OPTIMIZER}; {'take a capturable one' if optimizer is None else _make(optimizer)}"
+        return f"; {_OPTIMIZER}; {_OWN_OPTIMIZER if optimizer is None else _make(optimizer)}"
     if "['betas']" in label or "['momentum']" in label:
         return f"; {_CONSTANT}"
     are_of_torch = any(isinstance(value, (Optimizer, GradScaler, AveragedModel)) for value in owners)
@@ -142,7 +144,8 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
     then, _, now = change.partition(" changed from ")[2].partition(" to ")
     if in_step and then != now and then.removesuffix(_REQUIRES_GRAD) == now.removesuffix(_REQUIRES_GRAD):
         return f"; {_SET_BACK}"
-    in_step_fix = _ADDS if change.startswith("len(") else _IN_STEP + f"; {_COUNTED}" * f"{then}{now}".isdigit()
+    counted = f"; {_COUNTED}{_OF_DICTIONARY * label.endswith(']')}" * f"{then}{now}".isdigit()
+    in_step_fix = _ADDS if change.startswith("len(") else _IN_STEP + counted
     return f"; {in_step_fix if in_step else _BETWEEN}"
 
 
@@ -275,6 +278,8 @@ def _fix_in_torch(frames: Sequence[FrameType]) -> str | None:
 
 def _make(optimizer: Optimizer, *, fused: bool = False) -> str:
     """How to have one that reads nothing on the host, whatever its learning rate is; ``fused`` if it has to be."""
+    if is_users(type(optimizer)):
+        return _OWN_OPTIMIZER
     name, missing = type(optimizer).__name__, _missing(optimizer)
     if missing and ("fused" in missing or not fused):
         return f"make {name} with {', '.join(f'{option}=True' for option in missing)}"

@@ -142,16 +142,17 @@ class GradientsBefore:
         if any(then and then != there and then in now for then, there in zip(map(_address_of, self.memory), now)):
             raise CaptureRefused("the step leaves a parameter the gradient of another one; have it keep a clone")
         for i, (parameter, memory) in enumerate(zip(self._parameters, self.memory)):
-            is_other = not _is_same_memory(parameter.grad, memory)
+            gradient, is_other = parameter.grad, not _is_same_memory(parameter.grad, memory)
+            is_same = gradient is not None and memory is not None and self._references[i]() is gradient
             is_unused = memory is not None and addresses.user_of(memory) is None
             if i in self._unread or (is_unused and is_other):
                 expected.append(THERE if self._calls.reads_gradients else ANY)
-            elif is_unused and self._references[i]() is parameter.grad:
+            elif is_unused and is_same:
                 expected.append(LIKE)
-            elif is_other and memory is not None and self._references[i]() is parameter.grad:
+            elif is_same and is_other:
                 raise CaptureRefused(_MOVES)
             else:
-                expected.append(memory if is_other else parameter.grad)
+                expected.append(memory if is_other else gradient)
         return expected
 
     def restore(self) -> None:
