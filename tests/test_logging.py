@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -167,11 +168,16 @@ def test_a_capture_that_fails_warns_with_the_fix(lines: Any, monkeypatch: pytest
 
     monkeypatch.setattr(TapePool, "capture", capture)
     jfn = compiled(lambda x: torch.sin(torch.cos(x)))
-    for _ in range(5):
+    for _ in range(6):
         jfn(torch.ones(3))
     said = [(level, text) for level, text in lines() if "could not be captured" in text]
-    assert [level for level, _ in said] == ["INFO", "INFO", "WARNING"], "the first two may pass"
-    assert said[2][1].endswith("no memory for graphs; deny=[...] leaves the operator eager and the rest captured")
+    assert [level for level, _ in said] == ["INFO", "INFO", "WARNING", "INFO", "INFO"], "the first two may pass"
+    fix = "deny=[...] leaves the operator eager and the rest captured"
+    assert said[2][1].endswith(f"no memory for graphs; {fix}")
+    first, why, change, *_ = str(explain(jfn)).splitlines()
+    assert first.startswith("CUDA graphs: 0 of 6 calls replayed") and not why.endswith("will capture")
+    assert sum(map(int, re.findall(r"(\d+) (?:x|warm-up)", why))) == 6, "each call"
+    assert change == f"To change that CUDAGraph1 could not be captured: {fix}"
 
 
 def test_an_operator_that_fails_without_graphs_too_is_no_reason_to_deny_it(lines: Any) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.metadata import PackageNotFoundError
+from importlib.util import module_from_spec, spec_from_file_location
 
 import pytest
 
@@ -30,6 +32,17 @@ def test_a_wrong_or_missing_package(monkeypatch, version, problem):
         versions.check_versions()
     said = f"thunder_cg needs {package} >={least},<{below}, but {problem}; pip install '{package}>={least},<{below}'"
     assert str(error.value) == said
+
+
+def test_where_nothing_is_installed(monkeypatch):
+    """In a checkout, with a bare Python."""
+    monkeypatch.setitem(sys.modules, "looseversion", None)
+    spec = spec_from_file_location("fresh_versions", versions.__file__)
+    fresh = module_from_spec(spec)
+    spec.loader.exec_module(fresh)
+    monkeypatch.setattr(fresh, "version", missing)
+    with pytest.raises(VersionError, match="torch is not installed; pip install 'torch"):
+        fresh.check_versions()
 
 
 def test_these_versions_are_supported():

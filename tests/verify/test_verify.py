@@ -175,6 +175,9 @@ def test_a_wrong_rule_whose_first_replay_is_wrong(planted, transform, device, mo
     assert region["quarantined"] and f"unsteady at {HERE}" in region["failure"]
     assert "9 of 9 elements differ" in region["failure"] and "first at (0, 0)" in region["failure"]
     assert region["verified"] == 1
+    (trace,), said = explain(graphed).traces, str(explain(graphed))
+    assert trace.fallbacks == {"CUDAGraph1 disagrees with its ops": 4} and trace.awaiting_capture == 0
+    assert "\nTo change that CUDAGraph1 disagrees with its ops: leave the operator eager with deny=['unsteady']" in said
 
 
 def test_planted_in_the_backward(planted, twins, device):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from looseversion import LooseVersion
-
 from thunder_cg.errors import VersionError
 
 # Half-open ranges. Thunder 0.2.6 cannot import with torch 2.13, and its thunderfx breaks with 2.12.
@@ -26,5 +24,7 @@ def check_version(package: str) -> None:
         found = version(package)
     except PackageNotFoundError:
         raise VersionError(package, None, supported) from None
+    from looseversion import LooseVersion  # which is missing, too, where nothing is installed
+
     if not LooseVersion(least) <= LooseVersion(found.split("+")[0]) < LooseVersion(below):
         raise VersionError(package, found, supported)

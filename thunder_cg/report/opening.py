@@ -192,7 +192,7 @@ def ran(report: Report) -> Iterator[str]:
     if is_complete(report):
         yield "All calls after warm-up and capture replay, and no operator is eager: there is nothing to change."
     for reason, fix in dict.fromkeys(each for trace in having for each in trace.fixes.items()):
-        yield f"To change that {reason.partition(' (')[0].partition(',')[0]}: {fix}"
+        yield f"To change that {re.split(r' [(]|, |: ', reason)[0]}: {fix}"
 
 
 def without_backward(report: Report) -> Iterator[str]:

@@ -526,10 +526,13 @@ class Program(Counts):
             self.budget.keeps(call)
         elif call.mode is Mode.CAPTURE:
             self._keep_recording(call)
-        replays = call.mode in (Mode.CAPTURE, Mode.REPLAY)
-        if replays and self.regions and all(region.is_deselected for region in self.regions):
+        recording, trace = call.recording, call.trace
+        if call.mode is Mode.EAGER or recording is None or trace is None:
+            return
+        if self.regions and not any(trace.graphs):
             self.eager_calls += 1
-            self.count_fallback(skip_reasons.DESELECTED, "")
+            if not recording.incomplete:  # else the capture of a region has failed just now, which is counted
+                self.count_fallback(*self.regions[0].why_eager)
 
     def _note_warm(self, key: Any) -> None:
         if len(self._warm) >= _MAX_LAYOUTS:
@@ -585,7 +588,9 @@ class Program(Counts):
         """Counts a call, or a region of it, that runs eagerly. The log warns once of each reason that has a fix."""
         self.fallbacks[reason] += 1
         if reason in skip_reasons.FIXES:
-            fix = self.fixes[reason] = self._at_places(reason, fix)
+            fix = self._at_places(reason, fix)
+        if fix and not reason.endswith(fix):
+            self.fixes[reason] = fix
         warns = bool(fix) and reason not in self._warned
         self._warned.add(reason)
         said = reason if not fix or reason.endswith(fix) else f"{reason}; {fix}"
@@ -623,7 +628,7 @@ class Program(Counts):
 
     def quarantine(self, call: Call, region: int) -> None:
         """Has no graph of a region replayed again, since one was wrong. Its ops run from here on."""
-        why = f"{self.regions[region].name} disagrees with its ops"
+        why, self.fixes[why] = self.regions[region].why_eager
         for recording, traces in self.recorded():
             if any(trace.graphs[region] is not None for trace in traces):
                 self.pair.drop(recording, why)
@@ -667,8 +672,9 @@ class Program(Counts):
 
     @property
     def awaiting_capture(self) -> int:
-        """How many layouts of inputs were warmed up, and are captured when they come again; 0 while no pool is free."""
-        return 0 if self.pair.is_out_of_arenas() else [*self._warm.values()].count(False)
+        """How many layouts of inputs were warmed up, and are captured when they come again; 0 while nothing can be."""
+        cannot_capture = self.pair.is_out_of_arenas() or all(region.stays_eager for region in self.regions)
+        return 0 if cannot_capture else [*self._warm.values()].count(False)
 
 
 def program_of(versions: Iterable[Any]) -> Program | None:

@@ -109,6 +109,15 @@ class RuntimeRegion:
         return self._profiled if profiler_state[IS_PROFILING] else self._function
 
     @property
+    def why_eager(self) -> tuple[str, str]:
+        """Of a region without a graph: why its ops run eagerly, as calls are counted, and what changes that."""
+        if self.is_deselected:
+            return skip_reasons.DESELECTED, ""
+        if self.disagreement is not None:
+            return f"{self.name} disagrees with its ops", self.disagreement.fix
+        return f"{self.name} could not be captured: {self.failure}", self._fix
+
+    @property
     def is_always_verified(self) -> bool:
         """Whether a recording counts only once it has been verified; see Note [Kernel scalars]."""
         return bool(self.io.scalars)
@@ -384,7 +393,7 @@ class RuntimeRegion:
             # The operator itself raises, and the error says so. It may do better next time.
             self.failure, self.failed_attempts, self.stays_eager = before
             raise
-        call.program.count_fallback(f"{self.name} could not be captured: {self.failure}", self._fix)
+        call.program.count_fallback(*self.why_eager)
         return results
 
     def _run_instead(self, call: Call, args: Sequence[Any], in_pool: frozenset[int]) -> Sequence[Any]:
