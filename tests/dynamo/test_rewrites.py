@@ -323,6 +323,21 @@ def test_layouts_that_inductor_was_told(backend, device):
         thunderfx(Around(written).to(device), backend=backend)(torch.randn(4, 8, device=device))
 
 
+def test_what_is_made_like_a_transposed_tensor_whose_sizes_vary(backend, device):
+    """The numbers are drawn in the order of its memory."""
+
+    def fn(x):
+        return torch.rand_like(x.transpose(1, 2)) * 2
+
+    graphed = thunderfx(fn, backend=backend, dynamic=True)
+    for n in (3, 4, 4):
+        x, found = torch.ones(2, n, 5, device=device), []
+        for each in (fn, graphed):
+            torch.manual_seed(n)
+            found.append(each(x))
+        assert torch.equal(*found) and found[0].stride() == found[1].stride()
+
+
 def test_sum_of_sizes_that_vary(backend, device):
     def fn(x, y):
         return torch.cat((x, y, x[:1])) * 2, x.new_ones(x.shape[0] + y.shape[0] + 1)

@@ -25,29 +25,25 @@ from thunder_cg.errors import LayoutError
 
 _logger = logging.getLogger(__name__)
 
-# What makes a tensor with the strides of another one, which Thunder's do not keep, and what makes it from sizes.
-LIKE: dict[Any, Callable[..., Any]] = {
-    torch.empty_like: torch.empty,
-    torch.full_like: torch.full,
-    torch.ones_like: torch.ones,
-    torch.rand_like: torch.rand,
-    torch.randn_like: torch.randn,
-    torch.zeros_like: torch.zeros,
-}
+# What makes a tensor with the strides of another one, which Thunder's do not keep.
+LIKE = frozenset({
+    torch.empty_like, torch.full_like, torch.ones_like, torch.rand_like, torch.randn_like, torch.zeros_like,
+})  # fmt: skip
 
 
 def make_as_laid_out(node: Node) -> None:
-    """``torch.zeros_like(x)`` of a transposed ``x`` is ``torch.zeros(...).permute(...)``."""
-    result, (_, *others) = example(node), node.args or [None]
-    stride = fixed_stride(result)
-    if stride is None or result.is_contiguous():
+    """``torch.zeros_like(x)`` of a transposed ``x`` is ``torch.zeros_like(x.permute(...)).permute(...)``."""
+    result, (tensor, *others), make = example(node), node.args or [None], node.target
+    is_plain = isinstance(result, torch.Tensor) and has_storage(result) and not node.kwargs.keys() - {"dtype", "device"}
+    if not (is_plain and isinstance(tensor, Node) and callable(make)):
         return
-    if node.kwargs.keys() - {"dtype", "device"}:
+    strides = [stride if isinstance(stride, int) else stride.node.hint for stride in result.stride()]
+    dims = sorted(range(len(strides)), key=lambda dim: (-(strides[dim] or 0), dim))
+    if dims == sorted(dims) or None in strides:
         return
-    dims = sorted(range(result.dim()), key=lambda dim: (-stride[dim], dim))
-    args, kwargs = (tuple(result.shape[dim] for dim in dims), *others), {"dtype": result.dtype, "device": result.device}
-    made = call_before(node, LIKE[node.target], args, kwargs, result=result.permute(dims))
-    call_instead(node, torch.permute, made, tuple(map(dims.index, range(result.dim()))))
+    source = call_before(node, torch.permute, (tensor, tuple(dims)), result=example(tensor).permute(dims))
+    made = call_before(node, make, (source, *others), {**node.kwargs}, result=result.permute(dims))
+    call_instead(node, torch.permute, made, tuple(map(dims.index, sorted(dims))))
 
 
 def lay_out_before_strides(graph: Graph) -> None:
