@@ -9,6 +9,7 @@ Note [Lent gradients]
     whoever holds them sees no change. From then on the pair copies its gradients out, because a loop that holds
     gradients once does so again, and a storage that was moved cannot be lent a second time. Only the thread that they
     were lent to moves them: it does nothing else with them meanwhile. To other threads the arena is not free.
+    Before, what a backward that raised has left in autograd's queue is dropped: nobody holds that.
 
     Between two replays nobody owns the memory of what replays lend: the pool hands it out to whoever holds the arena.
     The storages keep the pool, so that the memory stays mapped where they outlive the graphs.
