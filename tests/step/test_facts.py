@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from enum import Enum
+
 import pytest
 import torch
 from torch import nn
 
+from thunder_cg.step.collector import facts_of
 from thunder_cg.step.facts import Same, difference, fact_of
 
 
@@ -36,6 +39,19 @@ def test_what_is_shown_of_a_fact(before, after, said):
 )
 def test_what_is_said_of_a_fact_that_there_is_no_more(before, after, said):
     assert difference(before, after) == said
+
+
+def test_facts_of_an_enumeration_are_collected_when_something_changes():
+    """As an argument it is looked at in each call, which takes longer than a replay."""
+    mode = Enum("Mode", "ONE TWO", module=__name__).ONE
+    mode.scale = 1.0
+    facts = facts_of(mode)
+    assert facts_of(mode) is facts
+    mode.scale = 2.0
+    changed = facts_of(mode)
+    assert changed != facts and facts_of(mode) is changed
+    type(mode).LIMIT = 3
+    assert facts_of(mode) != changed
 
 
 @pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")
