@@ -6,13 +6,14 @@ import random
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import thunder
 import torch
 from torch import nn
 
 from thunder_cg import explain, graphed_step
-from thunder_cg.report import StepReport
+from thunder_cg.report import MemoryReport, StepReport
 from thunder_cg.report.step_lines import unreplayed
 
 ROWS = iter([torch.ones(2, 4)] * 8)
@@ -62,3 +63,13 @@ def test_a_step_that_replays_names_what_it_prints(backend, device, tmp_path) -> 
     assert "What no replay does" not in str(replace(report, unreplayed={"train.py:3": ("float() of a tensor",)}))
     report.save(tmp_path / "step.json")
     assert StepReport.load(tmp_path / "step.json") == report
+
+
+def test_a_page_breaks_lines_and_nothing_else_does(tmp_path: Path) -> None:
+    reason = f"x changed from 1 to 2 (see a.py:3), in each step; {'write it in place ' * 9}now"
+    report = StepReport("step", 3, 0, 0, {reason: 3}, MemoryReport())
+    page = report._repr_html_()
+    assert f'<div style="margin-left: min(6ch, 25%)">{"write it in place " * 9}now</div>' in page
+    assert [line for line in str(report).splitlines() if "in place" in line] == [f"      {'write it in place ' * 9}now"]
+    report.save(tmp_path / "step.txt")
+    assert max(map(len, (tmp_path / "step.txt").read_text().splitlines())) <= 80

@@ -63,15 +63,15 @@ body { font-family: system-ui, sans-serif; max-width: 100em; margin: 0 auto; pad
 def render(report: Report) -> str:
     """A fragment; safe to place in any page, all text in it is escaped."""
     first, *rest = opening.opening(report).splitlines()
-    starts = (f'<div style="margin-left: min({_indent(line)}ch, 25%)">' for line in rest)
-    said = "".join(f"{start}{escape(line.strip())}</div>" for start, line in zip(starts, rest))
     traces = "".join(_traces(report.traces))
-    above = f"<p><b>{escape(first)}</b></p>{said}"
+    above = f"<p><b>{escape(first)}</b></p>{_indented(rest)}"
     return f'<div class="thunder-cg"><style>{_STYLE}</style>{above}{traces}{_pre(text.memory(report.memory))}</div>'
 
 
-def _indent(line: str) -> int:
-    return len(line) - len(line.lstrip())
+def _indented(said: Iterable[str]) -> str:
+    """The lines with their indents, on pages of any width."""
+    indents = ((len(line) - len(line.lstrip()), line) for line in said)
+    return "".join(f'<div style="margin-left: min({n}ch, 25%)">{escape(line.strip())}</div>' for n, line in indents)
 
 
 def differences(found: Differences) -> str:
@@ -108,7 +108,7 @@ def page(content: str, title: str, generator: str = "thunder_cg") -> str:
 def lines(said: Iterable[str]) -> str:
     """A fragment: the first line as a headline, and the others as they are."""
     first, *rest = said
-    return f'<div class="thunder-cg"><p><b>{escape(first)}</b></p>{_pre(rest)}</div>'
+    return f'<div class="thunder-cg"><style>{_STYLE}</style><p><b>{escape(first)}</b></p>{_indented(rest)}</div>'
 
 
 def _pre(said: Iterable[str]) -> str:

@@ -78,8 +78,8 @@ class StepReport(OfFunction):
             yield "In Python, with the graphs of the compiled modules in it:"
             for reason, number in self.in_python.items():
                 first, *others = _parts(reason)
-                for part in (f"  {number:,} x {first}", *(f"      {each}" for each in others)):
-                    yield from terminal.wrap(part).splitlines()
+                parts = (f"  {number:,} x {first}", *(f"      {each}" for each in others))
+                yield from (" ".join(part.splitlines()) for part in parts)  # a line of source may be several
         for number, kinds in enumerate(self.nodes):
             has = [", ".join(count(times, kind) for kind, times in kinds.items())] if kinds else []
             if has := [*has, *(self.collectives[number] if self.collectives else ())]:
