@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import re
+import threading
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -365,6 +366,37 @@ def test_advice_for_random_numbers_of_python():
     assert found.reason == "Random.random(), which Dynamo does not trace" and "torch.rand" in found.fix
     report = explain(mended)
     assert not (report.breaks or report.causes) and len(report.traces) == 1
+
+
+@pytest.mark.nightly
+def test_advice_for_a_gradient_of_an_input_and_for_a_lock():
+    """As models of speech of Transformers have the former, and its models that return hidden states the latter."""
+    lock, weight = threading.Lock(), torch.nn.Parameter(torch.ones(2))
+
+    class Model(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x[:, None]
+            if not is_left_out:
+                y.requires_grad = True
+            if not is_made:
+                with lock:
+                    is_made.append(1)
+            return torch.sin(y * weight)
+
+    def breaks() -> list[str]:
+        torch._dynamo.reset()
+        compiled = thunderfx(Model(), backend="tape")
+        compiled(torch.ones(2))
+        return [found.fix for found in explain(compiled).breaks]
+
+    is_left_out, is_made = False, list[int]()
+    fixes = breaks()
+    assert any("has a gradient anyway" in fix for fix in fixes), fixes
+    is_left_out = True
+    is_made.clear()
+    fixes = breaks()
+    assert fixes and all("call it so once before it is compiled" in fix for fix in fixes), fixes
+    assert not breaks(), "it was called once"
 
 
 def test_advice_for_what_dynamo_does_not_trace():

@@ -27,6 +27,14 @@ _DEEPCOPY = (
     "copy before the call; a model of Transformers copies its configuration to make a cache: pass use_cache=False, or "
     "a cache that is made before the call"
 )
+_CONTEXT = (
+    "do what is done in it outside of the compiled function; a model of Transformers has a lock around what it does "
+    "once for output_hidden_states=True or output_attentions=True: call it so once before it is compiled"
+)
+_REQUIRES_GRAD = (
+    "leave it out, as what is computed with a parameter has a gradient anyway; a Wav2Vec2 of Transformers, or the "
+    "like, leaves it out after model.freeze_feature_encoder()"
+)
 _COLLECTIVE = (
     "a function of torch.distributed that Dynamo does not trace",
     "call it outside of the compiled function, or compile with thunder.jit, which traces it",
@@ -55,6 +63,13 @@ _GRADIENT = (
     "compile what comes before it, and call torch.autograd.grad or backward outside of the compiled function; a whole "
     "training step is one graph in thunder_cg.graphed_step"
 )
+_FIXES = {  # of what is in the first line of Dynamo's messages
+    "async_op=True": _ASYNC,
+    "copy.deepcopy": _DEEPCOPY,
+    "logging.Logger method": _LOGGER,
+    "setattr() on Tensor.requires_grad": _REQUIRES_GRAD,
+    "Unsupported context manager": _CONTEXT,
+}
 _VAGUE = ("Unsupported method call", "Unsupported function call")  # of Dynamo's titles
 _NO_HELP = ("Please report an issue", "It may be possible to write", "This graph break is fundamental")
 
@@ -219,8 +234,6 @@ def _understood(said: str, frames: Sequence[SourceLine], stack: Sequence[Any]) -
         return f"{named[1] if named else 'an operator'} reads what a tensor holds", for_read(*frames[-1:])
     if "torch.autograd.grad" in first or "Tensor.backward()" in first:
         return "a gradient, which Thunder computes of a whole graph only", _GRADIENT
-    if first.startswith("logging.Logger method"):
-        return first, _LOGGER
     if first.startswith(_SKIPPED) and (name := _BUILTINS_NAME.search(said)) is not None:
         return _of_builtin(name[1].replace("torch._VariableFunctionsClass.", "torch."))
     if "builtin `print`" in said:
@@ -229,9 +242,10 @@ def _understood(said: str, frames: Sequence[SourceLine], stack: Sequence[Any]) -
         return "a packed sequence, which Dynamo does not trace", PADDED
     if "Attempted to wrap RNN" in first:
         return "nn.LSTM, nn.GRU or nn.RNN", RECURRENT
-    if "copy.deepcopy" in first:
-        return first, _DEEPCOPY
-    if first.startswith("async_op=True") or "of class `Work`" in said:
+    for sign, fix in _FIXES.items():
+        if sign in first:
+            return first, fix
+    if "of class `Work`" in said:
         return first, _ASYNC
     if (sized := _SIZED.search(said)) is not None:  # traced, it would be left to Inductor
         operator = re.sub(r"aten\._?unique\w*", "torch.unique", sized[1])
