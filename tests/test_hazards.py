@@ -1661,8 +1661,8 @@ def test_memory_with_two_names(twins, device):
     def fn(x, y):
         best, at = torch.max(work(x), 0)
         low, middle = best < 0.1, (best >= 0.1) & (best < 0.3)
-        at[low] = -1
-        at[middle] = -2
+        at[low] = -torch.ones_like(y[0])  # a number would be filled in, in the graph
+        at[middle] = -torch.ones_like(y[0]) * 2
         first = at.clamp(min=0)
         labels = y[first].to(torch.int64)
         labels[at == -1] = 0

@@ -65,6 +65,7 @@ def refusals(builder: str) -> list[str]:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("builder", ["fsdp zero2", "tensor parallel"])
 def test_what_would_shard_again_is_refused(ranks: Ranks, builder: str) -> None:
     """`bisect` would compare graphs with those of other parameters."""

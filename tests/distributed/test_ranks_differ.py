@@ -129,6 +129,7 @@ def meets(builder: str) -> dict[str, Any]:
     return {"differing": differing, "traces": parallel.summary(compiled)}
 
 
+@pytest.mark.nightly
 def test_ranks_get_together_again(ranks: Ranks) -> None:
     """Where the others replay what one rank has lost, all capture again as soon as they meet."""
     first, second = ranks.run(meets, "fsdp zero2")

@@ -83,6 +83,7 @@ def test_arguments(twins, backend, device):
         compare(plain, graphed, lambda: list(torch.randn(len(names) + 1, 4, 4, device=device)), training)
 
 
+@pytest.mark.nightly
 def test_arguments_of_a_module(twins, backend, device):
     names = generated(backend, device)
     fn = function(names, "x, {names}", "torch.sin(x * {name})")["fn"]
@@ -101,6 +102,7 @@ def test_arguments_of_a_module(twins, backend, device):
         same_state(plain, graphed)
 
 
+@pytest.mark.nightly
 def test_globals(twins, backend, device):
     names = generated(backend, device)
     scope = function(names, "x", "torch.sin(x * {name})")

@@ -121,11 +121,13 @@ def test_captures_are_timed_when_nothing_else_runs() -> None:
     assert captures() == [1 + CAPTURES] * 2 and len(times) == CAPTURES and min(times) > 0
 
 
+@pytest.mark.nightly
 def test_a_case_that_is_not_exact_is_compared_with_eager() -> None:
     row = measured(tiny(exact=False), [EAGER])[EAGER]
     assert (row.reference, row.error) == ("eager", 0.0)
 
 
+@pytest.mark.nightly
 def test_a_variant_that_cannot_be_prepared_is_a_row_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(subject: Subject) -> Prepared:
         raise RuntimeError("no such thing\nwith details")
