@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import pytest
 import thunder
 import torch
 from support import replays, same, same_state
