@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from thunder_cg.compat.torch import attribute_writes_are_reported
 from thunder_cg.step.collector import facts_of
 from thunder_cg.step.facts import Same, difference, fact_of
 
@@ -43,6 +44,8 @@ def test_what_is_said_of_a_fact_that_there_is_no_more(before, after, said):
 
 def test_facts_of_an_enumeration_are_collected_when_something_changes():
     """As an argument it is looked at in each call, which takes longer than a replay."""
+    if not attribute_writes_are_reported():
+        pytest.skip("Python 3.13.0, where all is compared")
     mode = Enum("Mode", "ONE TWO", module=__name__).ONE
     mode.scale = 1.0
     facts = facts_of(mode)

@@ -14,7 +14,8 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, UntypedStorage
@@ -46,8 +47,12 @@ def same_places(tensors: Sequence[Tensor], state: Sequence[Tensor]) -> dict[int,
     return {i: at[place] for i, each in enumerate(tensors) if (place := _place(each)) in at}
 
 
-def _holders(storage: UntypedStorage, at: int, backend: Backend) -> int:
-    """How many tensors have the memory, and refer to the storage besides the caller, but for what belongs to graphs."""
+def _holders(get: Callable[[], UntypedStorage], at: int, backend: Backend) -> int:
+    """How many tensors have the memory, and what refers to the storage that ``get`` returns, but for graphs.
+
+    Nobody passes the storage on: on Python 3.10, each call has a reference to its arguments.
+    """
+    storage = get()
     own = sum(each is storage for known in ReplacedStorages.all for each in known.originals)
     return holders_of_storage(storage) - own - backend.storage_uses(at)  # its `storage_id`
 
@@ -101,14 +106,16 @@ class ReplacedStorages:
         if counts == self._not_held:
             return None
         for name, tensor, at, most in zip(self._names, self._tensors, ids, self._allowed):
-            if _holders(tensor.untyped_storage(), at, self._backend) > most:
+            if _holders(tensor.untyped_storage, at, self._backend) > most:
                 return _HELD.format(name)
         self._not_held = counts
         return None
 
     def is_lost(self) -> bool:
         """Whether a tensor has left its original storage, and somebody has that, maybe itself in another part."""
-        return any(_holders(self.originals[i], self._ids[i], self._backend) for i in self._elsewhere())
+        return any(
+            _holders(partial(self.originals.__getitem__, i), self._ids[i], self._backend) for i in self._elsewhere()
+        )
 
     def _elsewhere(self) -> list[int]:
         """The positions of those that are not in their original storage, or not at its place there."""
@@ -145,7 +152,7 @@ class OriginalStorages:
     def __init__(self, state: StepState, carried: Sequence[Tensor], backend: Backend) -> None:
         self._state, self._backend = state, backend
         self._holders = [
-            _holders(each.untyped_storage(), storage_id(each), backend) if has_storage(each) else 0
+            _holders(each.untyped_storage, storage_id(each), backend) if has_storage(each) else 0
             for each in state.memory
         ]
         self.views = same_places(carried, state.memory)
