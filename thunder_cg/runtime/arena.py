@@ -282,7 +282,7 @@ class Arenas:
         for arena in preferred:
             if arena.hold():
                 return arena
-        is_among_others = call_memory is not None and any(each.is_held() for each in _alive(self._arenas))
+        is_among_others = call_memory is not None and self.is_another_held()
         return self._hold_one_of(self._arenas, call_memory.shared if call_memory and is_among_others else None)
 
     def hold_scratch(self, arena: Arena) -> Arena | None:
@@ -295,8 +295,8 @@ class Arenas:
             return None
         return self._hold_one_of(self._scratch)
 
-    def is_another_held(self, arena: Arena) -> bool:
-        """Whether other calls are in flight than the one that holds ``arena``."""
+    def is_another_held(self, arena: Arena | None = None) -> bool:
+        """Whether other calls are in flight than the one that holds ``arena``, or calls at all."""
         return any(each is not arena and each.is_held() for each in _alive(self._arenas))
 
     def are_all_held(self) -> bool:

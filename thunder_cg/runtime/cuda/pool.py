@@ -38,6 +38,11 @@ EARLY_COPY_BYTES = 32 * 2**20  # results wait until they have so many bytes, and
 _broken: list[torch.cuda.CUDAGraph] = []  # kept for good: see CudaPool._recover
 
 
+def _free_cache() -> None:
+    with suppress(RuntimeError):  # while a user captures on another thread
+        torch.cuda.empty_cache()
+
+
 class PrivatePool:
     """A private pool of the caching allocator. It exists as long as an arena or a graph refers to it."""
 
@@ -145,8 +150,7 @@ class CudaPool:
     @contextmanager
     def _with_free_cache(self) -> Iterator[None]:
         """Inside, this thread allocates from the private pool, after the cache was freed: Note [Memory for a pool]."""
-        with suppress(RuntimeError):  # while a user captures on another thread
-            torch.cuda.empty_cache()
+        _free_cache()
         with cuda.use_pool(self._index, self._private_pool.id), timing_kernels_in(self._outside):
             yield
 
@@ -157,8 +161,7 @@ class CudaPool:
             try:
                 yield
             finally:
-                with suppress(RuntimeError):  # while a user captures on another thread
-                    torch.cuda.empty_cache()
+                _free_cache()
 
     def _copy_to_caller(self, stream: torch.cuda.Stream, tensors: Tensors) -> list[torch.Tensor]:
         """Copies of these, in memory of the caller's ``stream`` outside of the private pool."""
