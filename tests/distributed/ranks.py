@@ -12,6 +12,8 @@ from multiprocessing import connection, get_context
 from pathlib import Path
 from typing import Any
 
+import torch
+
 STARTUP = 240.0  # seconds for the imports, beside other tests on two cores
 COLLECTIVE = 60.0  # seconds that a collective may take
 
@@ -21,13 +23,13 @@ class Ranks:
 
     Args:
         device: ``"cpu"`` for gloo, ``"cuda"`` for NCCL with one GPU for each rank.
-        spawns: whether Python starts anew in each rank, with hashes of its own. It always does on GPUs.
+        spawns: whether Python starts anew in each rank, with hashes of its own. It always does where there are GPUs.
     """
 
     def __init__(self, size: int, device: str, collective: float = COLLECTIVE, *, spawns: bool = False) -> None:
         self.size, self.device, self._collective = size, device, collective
         # A fork server imports once what takes seconds. But what it imports begins to use CUDA, which no fork survives.
-        self._method = "spawn" if spawns or device == "cuda" else "forkserver"
+        self._method = "spawn" if spawns or torch.cuda.is_available() else "forkserver"
         self._processes: list[Any] = []
         self._pipes: list[connection.Connection] = []
 
@@ -87,8 +89,6 @@ class Ranks:
 
 def _serve(rank: int, size: int, device: str, store: str, collective: float, pipe: connection.Connection) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
-    import torch
-
     if device == "cuda":
         torch.cuda.set_device(rank)
     import thunder  # noqa: F401
@@ -110,8 +110,6 @@ def _serve(rank: int, size: int, device: str, store: str, collective: float, pip
 
 
 def begin_group(rank: int, size: int, device: str, store: str, collective: float = COLLECTIVE) -> None:
-    import torch
-
     kind = {"backend": "nccl", "device_id": torch.device("cuda", rank)} if device == "cuda" else {"backend": "gloo"}
     Path(store).parent.mkdir(exist_ok=True)
     limit = datetime.timedelta(seconds=collective)

@@ -148,16 +148,16 @@ def beside(builder: str) -> list[tuple[list[bool], list[bool]]]:
     """
     import parallel
 
+    found = []
     with mock.patch.object(collectives, "_COALESCED", 0):
         compiled = parallel.BUILDERS[builder](parallel.transform())
         parallel.train(compiled, 3)
-    found = []
-    for trace in explain(compiled).traces:
-        for region in trace.regions if trace.collectives else ():
-            with TemporaryDirectory() as folder:
-                dump_dot(compiled, region.name, Path(folder, "graph.dot"))
-                text = Path(folder, "graph.dot").read_text()
-            found.append(([each.overlaps for each in trace.collectives], untied(text)))
+        for trace in explain(compiled).traces:
+            for region in trace.regions if trace.collectives else ():
+                with TemporaryDirectory() as folder:
+                    dump_dot(compiled, region.name, Path(folder, "graph.dot"))
+                    text = Path(folder, "graph.dot").read_text()
+                found.append(([each.overlaps for each in trace.collectives], untied(text)))
     return found
 
 
