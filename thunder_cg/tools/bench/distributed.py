@@ -47,8 +47,8 @@ class RankRow:
         back_to_back_ms: per step of many, with one synchronization at the end; median of the turns.
         host_ms: until a step returns, the GPU idle when it begins; median.
         skew_p99_ms: between the first and the last rank's end of a step, each after a synchronization; p99.
-        reserved_mb: the peak of the caching allocator in the first calls above what the model takes, 1e6 bytes. Memory
-            of earlier variants in the process counts.
+        reserved_mb: the peak of the caching allocator in the first calls above what the model takes, 1e6 bytes.
+            Free memory in segments of earlier variants is kept from it.
         first_calls_s: preparation and the first calls: compilation, warm-up, capture. All variants of Thunder trace
             with `faster_tracing`.
         agreement_s: of these, what `thunder_cg` asks other ranks, with the time that a rank is there before them.

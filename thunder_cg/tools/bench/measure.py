@@ -59,8 +59,8 @@ class BenchmarkRow:
             is the median of `CAPTURES` after all turns, because other processes may compile beside the second call; for
             other variants it is the second call.
         analysis_ms: the part of the compilation that the hooks of thunder_cg took, milliseconds.
-        allocated_mb, reserved_mb: peaks above the model in the first calls, 1e6 bytes; memory of earlier variants in
-            the process counts.
+        allocated_mb, reserved_mb: peaks above the model in the first calls, 1e6 bytes; free memory in segments of
+            earlier variants is kept from them.
         error: see `accuracy.relative_error`, against `reference`: "float64", or "eager" in the case's own dtype.
         bits: for thunder_cg, whether results equal those of plain Thunder: "same", "different", "thunder varies" if two
             calls of plain Thunder differ, or "other kernels" if they are those of the same compiled function without
