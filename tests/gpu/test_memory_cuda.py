@@ -12,7 +12,7 @@ from support import programs, replays, same, same_state, training_step, twice
 
 from thunder_cg import cudagraph_transform, executors, explain, graphed_step, release
 from thunder_cg.runtime.cuda import streams
-from thunder_cg.tools.measuring import memory_peaks
+from thunder_cg.tools.measuring import memory_peaks, new_segments
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 MB = 2**20
@@ -270,7 +270,8 @@ def test_what_a_benchmark_measures_of_memory_does_not_depend_on_what_ran_before(
     sizes = 6 * MB, MB // 2
     before = [[torch.empty(size, dtype=torch.uint8, device="cuda") for size in sizes] for _ in range(2)]
     del before[0]
-    with memory_peaks(torch.device("cuda")) as peaks:
+    device = torch.device("cuda")
+    with new_segments(device), memory_peaks(device) as peaks:
         found = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in sizes]
     assert len(found) == 2 and peaks.allocated == sum(sizes) / 1e6
     assert peaks.reserved == (20 + 2) * MB / 1e6  # a segment for tensors of 1 to 10 MiB, and one for smaller ones

@@ -43,7 +43,7 @@ class MemoryPeaks:
 
 @contextmanager
 def memory_peaks(device: torch.device) -> Iterator[MemoryPeaks]:
-    """Yields the peaks of what runs inside, as in a process of its own. They are filled in at the end."""
+    """Yields the peaks of what runs inside. They are filled in at the end."""
     peaks = MemoryPeaks()
     if device.type != "cuda":
         yield peaks
@@ -51,30 +51,36 @@ def memory_peaks(device: torch.device) -> Iterator[MemoryPeaks]:
     gc.collect()
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
-    plugs = _fill_holes(device)
     torch.cuda.reset_peak_memory_stats(device)
     allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
     yield peaks
-    del plugs
     peaks.allocated = (torch.cuda.max_memory_allocated(device) - allocated) / 1e6
     peaks.reserved = (torch.cuda.max_memory_reserved(device) - reserved) / 1e6
 
 
-def _fill_holes(device: torch.device) -> list[torch.Tensor]:
-    """Takes the free blocks of segments in use, which would serve eager calls, and no graph, and nobody would count.
+@contextmanager
+def new_segments(device: torch.device) -> Iterator[None]:
+    """Inside, tensors of a GPU share no segment of the allocator with earlier ones, as in a process of their own.
 
-    A request gets the smallest block of its stream that fits; up to 1 MiB, one of the small segments.
+    Free blocks beside earlier tensors would serve eager calls, and no graph, and nobody would count them. So they are
+    taken: a request gets the smallest block of its stream that fits; up to 1 MiB, one of the small segments.
     """
-    stream = torch.cuda.current_stream(device)
-    own = stream.device_index, stream.cuda_stream, (0, 0)  # of no graph's pool
-    holes = [
-        block["size"]
-        for segment in torch.cuda.memory_snapshot()
-        if (segment["device"], segment["stream"], segment["segment_pool_id"]) == own
-        for block in segment["blocks"]
-        if block["state"] == "inactive" and (segment["segment_type"] == "small") == (block["size"] <= 2**20)
-    ]
-    return [torch.empty(size, dtype=torch.uint8, device=device) for size in sorted(holes)]
+    plugs: list[torch.Tensor] = []
+    if device.type == "cuda":
+        free_memory(device)
+        stream = torch.cuda.current_stream(device)
+        own = stream.device_index, stream.cuda_stream, (0, 0)  # of no graph's pool
+        blocks = [
+            (block["size"], segment["segment_type"] == "small")
+            for segment in torch.cuda.memory_snapshot()
+            if (segment["device"], segment["stream"], segment["segment_pool_id"]) == own
+            for block in segment["blocks"]
+            if block["state"] == "inactive"
+        ]
+        sizes = sorted(size for size, is_small in blocks if is_small == (size <= 2**20))
+        plugs += (torch.empty(size, dtype=torch.uint8, device=device) for size in sizes)
+    yield
+    plugs.clear()
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from thunder_cg.tools.bench.parallel import COLLECTIVES_EAGER, TENSOR, RankSubje
 from thunder_cg.tools.bench.rank_cases import RankCase
 from thunder_cg.tools.bench.variants import GRAPHED_STEP, OURS, REDUCE_OVERHEAD, THUNDER, Prepared
 from thunder_cg.tools.demo import same_bits
-from thunder_cg.tools.measuring import free_memory, frozen_objects, p99
+from thunder_cg.tools.measuring import free_memory, frozen_objects, new_segments, p99
 from thunder_cg.tools.turns import Turns
 from thunder_cg.tools.workers import Supervisor, failure_text
 
@@ -47,8 +47,8 @@ class RankRow:
         back_to_back_ms: per step of many, with one synchronization at the end; median of the turns.
         host_ms: until a step returns, the GPU idle when it begins; median.
         skew_p99_ms: between the first and the last rank's end of a step, each after a synchronization; p99.
-        reserved_mb: the peak of the caching allocator in the first calls above what the model takes, 1e6 bytes.
-            Free memory in segments of earlier variants is kept from it.
+        reserved_mb: the peak of the caching allocator in the first calls above what the model takes, 1e6 bytes, in
+            `new_segments`.
         first_calls_s: preparation and the first calls: compilation, warm-up, capture. All variants of Thunder trace
             with `faster_tracing`.
         agreement_s: of these, what `thunder_cg` asks other ranks, with the time that a rank is there before them.
@@ -100,10 +100,10 @@ class _RankSamples(Samples):
 
 def _contender(name: str, template: RankSubject, samples: _RankSamples) -> Contender:
     """The variant on this rank, prepared."""
-    own = replace(template, model=copy.deepcopy(template.model))
     torch.manual_seed(dist.get_rank())
     # Parts of a DDP module, which Dynamo compiles apart by default, do not go together with reduce-overhead.
-    with optimize_ddp(name != REDUCE_OVERHEAD), faster_tracing(), _asking() as asked:
+    with optimize_ddp(name != REDUCE_OVERHEAD), faster_tracing(), _asking() as asked, new_segments(template.device):
+        own = replace(template, model=copy.deepcopy(template.model))
         contender = Contender(name, partial(prepare, name, own), template.device, samples)
     samples.agreement = sum(asked)
     return contender

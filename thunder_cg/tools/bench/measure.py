@@ -29,6 +29,7 @@ from thunder_cg.tools.measuring import (
     frozen_objects,
     memory_peaks,
     new_inductor_cache,
+    new_segments,
     p99,
     quiet_collector,
     synchronize,
@@ -59,8 +60,7 @@ class BenchmarkRow:
             is the median of `CAPTURES` after all turns, because other processes may compile beside the second call; for
             other variants it is the second call.
         analysis_ms: the part of the compilation that the hooks of thunder_cg took, milliseconds.
-        allocated_mb, reserved_mb: peaks above the model in the first calls, 1e6 bytes; free memory in segments of
-            earlier variants is kept from them.
+        allocated_mb, reserved_mb: peaks above the model in the first calls, 1e6 bytes, in `new_segments`.
         error: see `accuracy.relative_error`, against `reference`: "float64", or "eager" in the case's own dtype.
         bits: for thunder_cg, whether results equal those of plain Thunder: "same", "different", "thunder varies" if two
             calls of plain Thunder differ, or "other kernels" if they are those of the same compiled function without
@@ -272,8 +272,9 @@ def _measure_variants(
         for name in some:
             progress.tick(f"{case.name}: preparing {name}")
             try:
-                own = Subject(case, copy.deepcopy(template.model), template.inputs)
-                contender, row = of_subject(name, own), BenchmarkRow(case.name, name)
+                with new_segments(device):
+                    own = Subject(case, copy.deepcopy(template.model), template.inputs)
+                    contender, row = of_subject(name, own), BenchmarkRow(case.name, name)
                 if accuracy_check is not None:
                     accuracy_check.fill(row, contender, own)
                 contenders[name], rows[name] = contender, row
