@@ -21,6 +21,7 @@ from thunder_cg.tools.bench.variants import (
     COMPILE,
     FLOOR,
     FLOOR_OF_THUNDER,
+    GRAPHED_STEP_FUSED,
     OURS,
     OURS_FUSED,
     THUNDER,
@@ -164,9 +165,10 @@ def _notes(rows: Sequence[RankRow]) -> Iterator[str]:
 
 def overview(rows: Sequence[RankRow]) -> str:
     """All cases as two Markdown tables: times, and how far ranks are apart with the memory that is reserved."""
-    measured = [*dict.fromkeys(row.variant for row in rows)]
+    order = [*variants(torch.device("cuda"), quick=False, trains=True), EVERY_VARIANT]
+    measured = sorted({row.variant for row in rows}, key=order.index)
     times = _overview(rows, "ms, back to back", measured, lambda row: f"{row.back_to_back_ms:.2f}")
-    compared = (THUNDER, OURS, THUNDER_FUSED, OURS_FUSED, FLOOR)
+    compared = (THUNDER, OURS, THUNDER_FUSED, OURS_FUSED, GRAPHED_STEP_FUSED, FLOOR)
     title = "p99 of ms between the ranks; MB reserved"
     others = _overview(rows, title, compared, lambda row: f"{row.skew_p99_ms:.2f}; {row.reserved_mb:,.0f}")
     return f"{times}\n\n{others}"
