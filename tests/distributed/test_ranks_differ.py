@@ -19,6 +19,7 @@ from thunder.distributed import ddp
 from thunder.distributed.transforms.ddp_v2 import DDPTransform
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from thunder_cg import explain
 from thunder_cg.errors import CaptureError
 from thunder_cg.runtime.recording import RegionGraph
 
@@ -126,7 +127,7 @@ def meets(builder: str) -> dict[str, Any]:
             found.append(values)
     half = len(kept) // 2
     differing = parallel.differing(*found) + parallel.differing(kept[:half], kept[half:])
-    return {"differing": differing, "traces": parallel.summary(compiled)}
+    return {"differing": differing, "traces": parallel.summary(compiled), "explained": str(explain(compiled))}
 
 
 @pytest.mark.nightly
@@ -138,6 +139,7 @@ def test_ranks_get_together_again(ranks: Ranks) -> None:
         assert [trace["captures"] for trace in found["traces"]] == [[2], [2]], found
     for ours, theirs in zip(first["traces"], second["traces"]):
         assert not ours["fallbacks"] and theirs["fallbacks"] and theirs["replays"][0] > 6
+    assert "zero_grad() before one rank calls alone" in second["explained"]
 
 
 @pytest.mark.nightly

@@ -270,9 +270,12 @@ def functional_collectives(name: str) -> Iterator[tuple[Any, bool]]:
     """The functional collectives of PyTorch that have the name, each with whether it has a gradient."""
     for namespace in ("_c10d_functional", "_c10d_functional_autograd"):
         if (operator := getattr(getattr(torch.ops, namespace), name, None)) is not None:
-            is_autograd = namespace.endswith("autograd")
-            registered = torch._C._dispatch_has_kernel_for_dispatch_key(f"{namespace}::{name}", "Autograd")
-            yield operator, is_autograd or bool(registered)
+            yield operator, has_gradient(operator)
+
+
+def has_gradient(functional_collective: Any) -> bool:
+    name = str(functional_collective).replace(".", "::")
+    return "_autograd::" in name or bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "Autograd"))
 
 
 def timeout(group: ProcessGroup) -> float:
