@@ -439,7 +439,8 @@ class RuntimeRegion:
         denied = f"[{op.deny_name!r}]" if op is not None else "[...]"
         fix, self._strict_fix = f"deny={denied} leaves the operator eager and the rest captured", _DENY
         if isinstance(error, RanksDiffer):
-            fix = self._strict_fix = _ZERO_GRAD * call.program.pair.has_moved_gradients + _SAME_CALLS
+            is_alone = error.no_answer and call.program.pair.has_moved_gradients
+            fix = self._strict_fix = _ZERO_GRAD * is_alone + _SAME_CALLS
         self._fix = fix if self.stays_eager else ""
         return text
 
