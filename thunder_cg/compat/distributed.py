@@ -37,7 +37,10 @@ def capture_problem(group: ProcessGroup, device_type: str) -> tuple[str, str] | 
     """
     if device_type == "cpu":
         return None
-    backend = torch.distributed.get_backend(group)
+    try:  # get_backend says "undefined" of a group that init_process_group() makes by default
+        backend = group._get_backend(torch.device(device_type)).name()
+    except RuntimeError:
+        backend = f"no backend for {device_type}"
     if "nccl" not in backend:
         return f"the group communicates through {backend}, and only NCCL's kernels can be captured", "use NCCL"
     return capture_problem_of_settings()
