@@ -277,6 +277,7 @@ def functional_collectives(name: str) -> Iterator[tuple[Any, bool]]:
 
 
 def has_gradient(functional_collective: Any) -> bool:
+    """Whether PyTorch has registered one: Inductor computes zeros for others."""
     name = str(functional_collective).replace(".", "::")
     return "_autograd::" in name or bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "Autograd"))
 
