@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +29,10 @@ def test_what_a_graph_can_hold(group: dist.ProcessGroup, monkeypatch: pytest.Mon
     assert distributed.capture_problem(group, "cpu") is None
     problem, fix = distributed.capture_problem(group, "cuda")
     assert "gloo" in problem and "NCCL" in fix
-    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    assert "no backend for meta" in distributed.capture_problem(group, "meta")[0]
+    # As init_process_group() makes it by default where there are GPUs: get_backend does not say that it is NCCL's.
+    monkeypatch.setattr(dist, "get_backend", lambda group: "undefined")
+    monkeypatch.setattr(dist.ProcessGroup, "_get_backend", lambda group, device: SimpleNamespace(name=lambda: "nccl"))
     assert distributed.capture_problem(group, "cuda") is None
     for name, value in (("TORCH_NCCL_BLOCKING_WAIT", "1"), ("NCCL_BLOCKING_WAIT", "T")):  # which PyTorch reads as well
         with monkeypatch.context() as patch:

@@ -106,6 +106,21 @@ def test_coalesced_collectives_are_between_graphs(ranks: Ranks) -> None:
         assert "waits for a collective that Thunder does not trace" in text
 
 
+def loses_gradient() -> str:
+    import parallel
+
+    torch._dynamo.reset()
+    kind = "tape" if parallel.device().type == "cpu" else "cuda"
+    with pytest.raises(Exception, match="has a gradient, which would be lost") as caught:
+        thunderfx(sent, backend=kind)(torch.zeros(4, 8, device=parallel.device(), requires_grad=True))
+    return str(caught.value)
+
+
+def test_a_gradient_that_inductor_would_lose(ranks: Ranks) -> None:
+    for said in ranks.run(loses_gradient):
+        assert "CollectiveError: torch.distributed's broadcast at test_functional_collectives.py" in said
+
+
 class Between(torch.nn.Module):
     """Two linear layers, and a collective that has a gradient between them."""
 

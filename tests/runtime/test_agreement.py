@@ -270,6 +270,14 @@ def test_time_outs_get_short(store: HashStore, group: Group, monkeypatch: pytest
         collectives.next_round().ask("before", "subject")
 
 
+def test_a_group_with_a_short_time_out(store: HashStore, group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank may be in a collective, which would fail if this one waited as long for its vote."""
+    monkeypatch.setattr(distributed, "timeout", lambda group: 0.08)
+    monkeypatch.setattr(agreement, "_SHORTEST", 0.001)
+    with pytest.raises(RanksDiffer, match=r"did not answer within 0.01 s"):
+        Collectives([group], asks=True, watch=watched).next_round().ask("before", "subject")
+
+
 def test_a_rank_that_has_asked_in_vain_very_often(store: HashStore, group: Group) -> None:
     votes = Collectives([group], asks=True, watch=watched).next_round()
     agreement._state(group).timeouts = 5000  # half as long so often is less than a float can be

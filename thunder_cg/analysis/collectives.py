@@ -23,6 +23,7 @@ _IN_FLIGHT = 64 << 20
 _COALESCED = 8 << 20
 _GATHERS = frozenset({"torch_all_gather_prim_impl"})
 _REDUCTIONS = frozenset({"torch_all_reduce_prim_impl", "torch_reduce_scatter_prim_impl"})
+_EXCHANGE = "collectives_all_to_all"
 
 # Note [Order of collectives]
 # All ranks must issue the same collectives in the same order. They have the same trace, and the order follows from the
@@ -361,11 +362,15 @@ def coalesced(ops: Sequence[Op], values: Mapping[str, Value]) -> list[list[int]]
 def described(ops: Sequence[Op], values: Mapping[str, Value]) -> str:
     """A hash of what ranks have to launch alike: the collectives, what they take, and which are together.
 
-    All else may differ, such as the size of a batch, and so may the size of what an exchange gives.
+    All else may differ, such as the size of a batch, and so may the sizes of what an exchange takes and gives.
     """
+
+    def taken(op: Op) -> list[tuple[str, int]]:
+        tensors = [values[name] for name in op.inputs if values[name].kind == "tensor"]
+        return [(str(value.dtype), 0 if op.id == _EXCHANGE else value.nbytes) for value in tensors]
+
     launches = [[ops[i] for i in launch if ops[i].communicates] for launch in coalesced(ops, values)]
-    taken = {name: (value.dtype, value.nbytes) for name, value in values.items() if value.kind == "tensor"}
-    said = [[(op.name, [*map(taken.get, op.inputs)]) for op in launch] for launch in launches if launch]
+    said = [[(op.name, taken(op)) for op in launch] for launch in launches if launch]
     return sha256(repr(said).encode()).hexdigest()
 
 

@@ -37,7 +37,10 @@ def capture_problem(group: ProcessGroup, device_type: str) -> tuple[str, str] | 
     """
     if device_type == "cpu":
         return None
-    backend = torch.distributed.get_backend(group)
+    try:  # get_backend says "undefined" of a group that init_process_group() makes by default
+        backend = group._get_backend(torch.device(device_type)).name()
+    except RuntimeError:
+        backend = f"no backend for {device_type}"
     if "nccl" not in backend:
         return f"the group communicates through {backend}, and only NCCL's kernels can be captured", "use NCCL"
     return capture_problem_of_settings()
@@ -270,9 +273,13 @@ def functional_collectives(name: str) -> Iterator[tuple[Any, bool]]:
     """The functional collectives of PyTorch that have the name, each with whether it has a gradient."""
     for namespace in ("_c10d_functional", "_c10d_functional_autograd"):
         if (operator := getattr(getattr(torch.ops, namespace), name, None)) is not None:
-            is_autograd = namespace.endswith("autograd")
-            registered = torch._C._dispatch_has_kernel_for_dispatch_key(f"{namespace}::{name}", "Autograd")
-            yield operator, is_autograd or bool(registered)
+            yield operator, has_gradient(operator)
+
+
+def has_gradient(functional_collective: Any) -> bool:
+    """Whether PyTorch has registered one: Inductor computes zeros for others."""
+    name = str(functional_collective).replace(".", "::")
+    return "_autograd::" in name or bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "Autograd"))
 
 
 def timeout(group: ProcessGroup) -> float:

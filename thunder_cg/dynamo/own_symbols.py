@@ -8,6 +8,8 @@ import torch
 from torch.fx import Node
 from torch.nn import functional as F
 
+from thunder_cg.analysis.sources import called_from, user_frames
+from thunder_cg.compat.distributed import has_gradient
 from thunder_cg.compat.operators import library_name
 from thunder_cg.compat.splitter import (
     can_trace,
@@ -18,11 +20,13 @@ from thunder_cg.compat.splitter import (
     is_wait,
     operator_name,
 )
+from thunder_cg.compat.thunder import LOST_GRADIENT
 from thunder_cg.compat.torch import tree_leaves
 from thunder_cg.dynamo import operators
 from thunder_cg.dynamo.fallbacks import has_another_derivative, returns_cpu_scalar
 from thunder_cg.dynamo.nodes import argument, arguments, call_instead, return_first_alone
 from thunder_cg.dynamo.writes import requires_grad
+from thunder_cg.errors import CollectiveError
 
 
 def use_own_operator(node: Node, options: dict[str, Any]) -> None:
@@ -81,6 +85,9 @@ def wait_in_trace(collective: Node, options: dict[str, Any]) -> None:
         while wait := next(filter(is_wait, collective.users), None):
             wait.replace_all_uses_with(collective)
             collective.graph.erase_node(wait)
+    elif requires_grad(example(collective)) and not has_gradient(collective.target):  # Inductor would lose it silently
+        where = called_from(user_frames(collective.stack_trace)) or "a line unknown to Dynamo"
+        raise CollectiveError(f"{operator_name(collective)} at {where}", *LOST_GRADIENT)
 
 
 def _is_right_loss(node: Node) -> bool:

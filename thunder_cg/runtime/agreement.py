@@ -50,7 +50,7 @@ Note [Same options]
     that of all ranks. A rank waits for the others as long as a collective does: they may be late, and one that has
     compiled without the transform, and has Thunder's order, never answers. But a rank may compile anew what the others
     go on with. If all functions up to then have had its options on all ranks, so has what they run. So it waits for
-    `_TIMEOUT` only, says that it is alone, and does not count the function, as the others do not. Later versions of a
+    `_longest` only, says that it is alone, and does not count the function, as the others do not. Later versions of a
     function, for other shapes, ask nothing. The user's own collectives keep their order and have launches of their own,
     with any options.
 
@@ -79,7 +79,7 @@ from thunder_cg.runtime.arena import Recorder
 _logger = logging.getLogger(__name__)
 
 DESTROYED = "the process group of its collectives has been destroyed or aborted"
-_TIMEOUT = 5.0  # seconds to wait for the vote of another rank, at first
+_TIMEOUT, _SHARE = 5.0, 8  # see `_longest`
 _CAPTURE_TIMEOUT = 10.0  # for that of a rank that captures the same
 _SHORTEST = 0.02  # after many time-outs in a row
 _PERIOD, _MEETING = 256, 32  # calls: see Note [Meetings]
@@ -341,7 +341,7 @@ class Round:
         if could_replay:  # another rank may not have seen that there is a meeting
             return _MEETING_TIMEOUT
         shortest = _MEETING_TIMEOUT if self._is_meeting else _SHORTEST
-        return max(_TIMEOUT * 0.5**state.timeouts, shortest)
+        return max(_longest(state.group) * 0.5**state.timeouts, shortest)
 
     def _compare(self, state: _GroupState, number: _Number, stage: str, subject: str, patience: float) -> bool:
         """Whether all other ranks could replay; raises `RanksDiffer` unless they vote for ``subject``."""
@@ -368,6 +368,11 @@ class Round:
                 raise RanksDiffer(problem, may_pass=not self._has_agreed)
             all_could &= vote.endswith(_HAS)
         return all_could
+
+
+def _longest(group: ProcessGroup) -> float:
+    """How many seconds to wait for another rank at first: it may be in a collective, which waits for this one."""
+    return min(_TIMEOUT, distributed.timeout(group) / _SHARE)
 
 
 def _text(number: _Number) -> str:
@@ -522,7 +527,7 @@ class SameOptions:
         store, key = distributed.store(group), f"thunder_cg/{state.generation}/options/{state.functions + 1}"
         store.set(f"{key}/{group.rank()}", said)
         are_usual, is_alone, problems = state.options == said, False, []
-        limit = _TIMEOUT if are_usual else distributed.timeout(group)
+        limit = _longest(group) if are_usual else distributed.timeout(group)
         deadline = time.monotonic() + limit
         for index, rank in state.other_ranks() if self._waits else ():
             what = f"{label}: waits for rank {rank}, which has to run it, compiled with the same options,"

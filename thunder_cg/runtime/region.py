@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 _MAX_ATTEMPTS = 3  # warm-ups and captures that may fail for a reason that can pass, such as too little memory
 _SAME_CALLS = 'make the same calls on all ranks, or capture all but the collectives with capture_collectives="never"'
+_ZERO_GRAD = "call zero_grad() before one rank calls alone: it held gradients, and so has to capture anew; or "
 _DENY = "deny the operator with deny=[...]"
 
 
@@ -438,7 +439,8 @@ class RuntimeRegion:
         denied = f"[{op.deny_name!r}]" if op is not None else "[...]"
         fix, self._strict_fix = f"deny={denied} leaves the operator eager and the rest captured", _DENY
         if isinstance(error, RanksDiffer):
-            fix = self._strict_fix = _SAME_CALLS
+            is_alone = error.no_answer and call.program.pair.has_moved_gradients
+            fix = self._strict_fix = _ZERO_GRAD * is_alone + _SAME_CALLS
         self._fix = fix if self.stays_eager else ""
         return text
 
