@@ -341,8 +341,6 @@ class GraphedStep:
         try:
             result = self._launch(recording, recording.state.carried_tensors(), call)
         except ReplayRefused as error:
-            if isinstance(only_once, CallsMore):
-                raise  # what functions have done that nobody knew of cannot be undone
             is_refused, reason = True, str(error)
         finally:
             recording.end_capture(undo=is_refused)
