@@ -445,15 +445,58 @@ _HOOKS = (
 )  # fmt: skip
 
 
+_own_hooks = 0  # how many hooks of this package have been registered
+
+
 def registered_hooks() -> int:
-    """How many hooks were registered from Python so far, in this process."""
-    return RemovableHandle.next_id
+    """How many hooks others than this package have registered from Python so far, in this process."""
+    return RemovableHandle.next_id - _own_hooks
+
+
+def register_own(register: Callable[[Callable[..., Any]], RemovableHandle], hook: Callable[..., Any]) -> Any:
+    """Registers a hook of this package, so that those of others are counted right."""
+    global _own_hooks
+    _own_hooks += 1
+    return register(hook)
 
 
 def hooks_of(value: Any) -> Iterator[Callable[..., Any]]:
-    """The hooks of a module, an optimizer or a tensor that run when it is used."""
+    """The hooks of a module, an optimizer or a tensor that run when it is used, or when it gets its gradient."""
     for name in _HOOKS:
         yield from (getattr(value, name, None) or {}).values()
+    if (
+        isinstance(value, torch.Tensor)
+        and value.requires_grad
+        and registered_hooks()
+        and is_leaf(value)
+        and not is_lazy(value)
+    ):
+        yield from hooks_of_node(gradient_node(value))
+
+
+def is_leaf(tensor: torch.Tensor) -> bool:
+    """Whether autograd accumulates a gradient of a tensor, if the tensor requires one."""
+    try:
+        return tensor.is_leaf
+    except RuntimeError:  # a view that autograd refuses to describe, as those of FSDP's flat parameters
+        return False
+
+
+def gradient_node(leaf: torch.Tensor) -> Any:
+    """The node that accumulates the gradient of a leaf."""
+    return torch.autograd.graph.get_gradient_edge(leaf).node
+
+
+def hooks_of_node(node: Any) -> list[Callable[..., Any]]:
+    """The hooks of a node of autograd. PyTorch does not say them: one of ours, which is removed again, shows others."""
+    found: list[Callable[..., Any]] = []
+    for register in (node.register_prehook, node.register_hook):
+        handle = register_own(register, lambda *gradients: None)
+        others = dict(handle.hooks_dict_ref() or ())
+        handle.remove()
+        others.pop(handle.id, None)
+        found += others.values()
+    return found
 
 
 def global_hooks() -> list[tuple[str, Mapping[Any, Any]]]:

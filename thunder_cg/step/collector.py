@@ -83,11 +83,12 @@ _NEXT = "take the next item outside of the step, and pass it as an argument"
 _PASS = "read what the step needs of it outside of the step, and pass that"
 _OPAQUE = types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.CodeType, type
 
-_DEFINE = Tensor, nn.Module, Optimizer, nn.functional
+_DEFINE: Sequence[type | types.ModuleType] = torch, Tensor, nn.Module, Optimizer, nn.functional
 _Cached = type(lru_cache(len))
 _FUNCTIONS = types.FunctionType, singledispatchmethod, _Cached, partial
 _random: Any = random.random  # of the generator of the process
 _OF_TENSORS = {"grad", "_grad", "_version"}
+_WARNED = "__warningregistry__"  # which warnings write
 _PARTIAL = "func", "args", "keywords"
 _FIELDS_OF_CLASS = attrgetter("__mro__", "__name__", "__qualname__")
 _CONTEXT = attrgetter("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
@@ -414,11 +415,8 @@ class Collector:
 
     def add_definitions(self) -> None:
         """What PyTorch's classes define, and its functions that modules call. Somebody may replace one."""
-        for each in _DEFINE:
-            names = dictionary_of(each)
-            self.watch.names(names)
-            found = [(name, Same(value)) for name, value in names.items() if name != "__warningregistry__"]
-            self.facts[f"what {each.__name__} defines"] = Content(found)
+        self.watch.names(*map(dictionary_of, _DEFINE))
+        self.facts |= _definitions()
 
     def _add_forward(self, kind: type) -> None:
         """What a class of modules runs. Somebody may replace that of a package, too."""
@@ -508,6 +506,19 @@ def facts_of(value: Any) -> tuple[tuple[str, Any], ...]:
     return facts
 
 
+def _definitions() -> Facts:
+    """What PyTorch's classes and functions are. The same facts, if nothing of it has changed since."""
+    if not (_defined and _defined[-1].is_untouched()):
+        watch, facts = Watch(), Facts()
+        for each in _DEFINE:
+            watch.names(names := dictionary_of(each))
+            found = [(n, Same(v)) for n, v in names.items() if not isinstance(v, types.ModuleType) and n != _WARNED]
+            facts[f"what {each.__name__} defines"] = Content(found)
+        _defined[:] = [watch.begin(facts)]
+    return _defined[-1].facts
+
+
+_defined: list[Watch] = []  # the last one
 _of_enumerations: dict[int, tuple[tuple[tuple[str, Any], ...], Watch, Any]] = {}  # by the identities of their members
 
 
