@@ -10,6 +10,7 @@ import gc
 import inspect
 import sys
 import types
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
@@ -608,6 +609,26 @@ _references[False] = holders_of_storage(_storage)
 _tensor = torch.empty(0, device="cpu").set_(_storage)
 _references[True] = holders_of_storage(_storage) - 1
 del _storage, _tensor
+
+
+def are_held_unseen(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether somebody in C++ holds one of these, or another tensor of its memory, besides as a gradient.
+
+    Another library does that got it through DLPack. It looks at all objects that Python's garbage collector shows. Of
+    what NumPy has, PyTorch notes that it must stay where it is.
+    """
+    if not all(tensor.untyped_storage().resizable() for tensor in tensors):
+        return True
+    homes = {*map(storage_id, tensors)}
+    gradients = [t.grad for t in _known_tensors() if is_leaf(t)]  # of which some had no object of Python
+    known = [t for t in _known_tensors() if has_memory(t) and storage_id(t) in homes]
+    uses, counts = Counter(map(id, gradients)), Counter(map(storage_id, known))
+    is_any = any(tensor_use_count(t) > 1 + uses[id(t)] for t in known)
+    return is_any or any(storage_use_count(home) > counts[home] + 1 for home in homes)  # with one object of Python
+
+
+def _known_tensors() -> list[torch.Tensor]:
+    return [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
 
 
 def shares_storage(values: Any, tensor: torch.Tensor) -> bool:
