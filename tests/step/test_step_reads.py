@@ -56,6 +56,7 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from thunder_cg import explain
+from thunder_cg.compat.torch import hooks_of
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.step import recording, storages
 from thunder_cg.step.calls import Calls
@@ -1549,6 +1550,16 @@ def test_what_depends_on_its_arguments_alone(call):
     (lambda: call())()
     calls.end()
     assert calls.objection is None
+
+
+def test_hooks_are_looked_for_in_inference_mode():
+    weight = nn.Parameter(torch.ones(1))
+    node = torch.autograd.graph.get_gradient_edge(weight).node
+    handle = node.register_hook(print)
+    with torch.inference_mode():
+        assert [*hooks_of(weight)] == [print]
+        handle.remove()
+        assert [*hooks_of(weight)] == []
 
 
 def test_how_often_a_tensor_was_written_to(step_twins):

@@ -465,14 +465,15 @@ def hooks_of(value: Any) -> Iterator[Callable[..., Any]]:
     """The hooks of a module, an optimizer or a tensor that run when it is used, or when it gets its gradient."""
     for name in _HOOKS:
         yield from (getattr(value, name, None) or {}).values()
-    if (
-        isinstance(value, torch.Tensor)
-        and value.requires_grad
-        and registered_hooks()
-        and is_leaf(value)
-        and not is_lazy(value)
-    ):
-        yield from hooks_of_node(gradient_node(value))
+    if isinstance(value, torch.Tensor) and value.requires_grad and registered_hooks():
+        yield from _hooks_of_gradient(value)
+
+
+def _hooks_of_gradient(tensor: torch.Tensor) -> list[Callable[..., Any]]:
+    if not is_leaf(tensor) or is_lazy(tensor):
+        return []
+    with torch.inference_mode(False):  # which gives no tensor a node
+        return hooks_of_node(gradient_node(tensor))
 
 
 def is_leaf(tensor: torch.Tensor) -> bool:

@@ -77,9 +77,7 @@ def _node_of(leaf: torch.Tensor) -> Any:
 def _has_no_hooks(node: Any) -> bool:
     """See Note [Nodes without hooks]."""
     known = node.metadata.get(_NO_HOOKS)
-    if not isinstance(known, int):
-        return False
-    if known != registered_hooks() and hooks_of_node(node):
+    if not isinstance(known, int) or (known != registered_hooks() and hooks_of_node(node)):
         return False
     node.metadata[_NO_HOOKS] = registered_hooks()
     return True

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from thunder_cg.compat.distributed import local_tensor
-from thunder_cg.compat.torch import storage_id, storage_use_count, version
+from thunder_cg.compat.torch import autograd_base, storage_id, storage_use_count, version
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.backend import Pool
 from thunder_cg.runtime.tensors import address, address_if_any
@@ -97,7 +97,7 @@ def refuse_other_memory(
             by, fix = "", "return it, or write it into a tensor that exists before the step"
             if (holder := holder_of(tensor)) is not None:
                 by = f" by {holder}"
-            elif any(each._base is tensor for each in tensors):
+            elif any(autograd_base(each) is tensor for each in tensors):
                 by, fix = " by a view, such as a gradient,", "have the step leave a clone of the view"
             problem = f"{_shown(tensor)} that the step makes is still held{by} after it"
             raise CaptureRefused(f"{problem}, and a replay would overwrite it; {fix}")
