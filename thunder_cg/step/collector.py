@@ -228,8 +228,7 @@ class Collector:
         if tensor.device.type == self._device_type:
             self.tensors.setdefault(id(tensor), tensor)
         elif not tensor.is_inference():  # a graph has its values baked in
-            self.facts[f"{label} (version)"] = version(tensor)
-            self.watch.version(tensor)
+            self.facts[f"{label} (version)"] = self.watch.value(partial(version, tensor))
         if tensor.device.type == "cpu" != self._device_type and has_storage(tensor):  # its memory may be an array's
             self._add_tensor_on_host(label, tensor, depth)
         self._note_hooks(label, tensor)
@@ -339,7 +338,7 @@ class Collector:
             names = dictionary_of(each)
             self.watch.names(names)
             where = label if each is value else f"{each.__name__} of {label}"
-            counts = (lambda _: True) if is_users(each) else is_data if isinstance(each, type) else _is_atom
+            counts = (lambda _: True) if is_users(each) else is_data if isinstance(each, type) else _is(*ATOMS)
             for name, member in [*names.items()]:
                 if isinstance(member, _LOCKS) and name not in self._names.get(each, ()):
                     continue  # which others may take; one that the step takes by a name is found by that
@@ -439,7 +438,7 @@ class Collector:
     def _add_averages(self, label: str, averages: AveragedModel) -> None:
         counter = averages.n_averaged
         is_positive = self.facts[f"{label}.n_averaged > 0"] = bool(counter > 0)
-        self.watch.version(counter)
+        self.watch.value(partial(version, counter))
         if is_positive:
             self.averages.append(averages)
 
@@ -637,10 +636,6 @@ def is_object(value: Any) -> bool:
     """Whether a value has attributes that can be looked at: it is no function, operator, class or module."""
     has_name = callable(value) and own(value, "__qualname__") is not MISSING
     return not (has_name or isinstance(value, (*_OPAQUE, *ATOMS, *OPERATORS)))
-
-
-def _is_atom(value: Any) -> bool:
-    return isinstance(value, ATOMS)
 
 
 def _is_users_atom(value: Any) -> bool:

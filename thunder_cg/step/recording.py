@@ -42,7 +42,7 @@ from thunder_cg.compat.torch import (
     tree_unflatten,
     version,
 )
-from thunder_cg.errors import CaptureLater, CaptureRefused, ReplayRefused
+from thunder_cg.errors import CaptureLater, CaptureRefused, ReplayRefused, without_frames
 from thunder_cg.runtime.agreement import Collectives
 from thunder_cg.runtime.arena import Arena, RecordingUse
 from thunder_cg.runtime.backend import Backend, Graph, Pool
@@ -601,7 +601,7 @@ class StepCapture:
                 try:
                     return self._attempt()
                 except OtherMemoryUsed as refused:
-                    refusal = refused.with_traceback(None)  # which keeps what the attempt has made
+                    refusal = without_frames(refused)
                 if any(tensor is each for tensor in refusal.tensors for each in suspects):
                     break  # it is where the kernels' arguments say again
                 if not refusal.tensors and str(refusal) in said:
@@ -762,7 +762,7 @@ class StepCapture:
         except CaptureRefused as refused:
             if self.calls.groups:
                 raise
-            return refused.with_traceback(None)
+            return without_frames(refused)
         return None
 
     def _refuse_change(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
