@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 NO_SECOND_DERIVATIVES = (
     "Thunder has no second derivatives, with and without CUDA graphs, and this backward goes through a gradient that a "
@@ -13,6 +14,9 @@ NO_SECOND_DERIVATIVES = (
 
 class CudagraphError(Exception):
     """Base of all errors that thunder_cg raises on purpose."""
+
+
+_Error = TypeVar("_Error", bound=CudagraphError)
 
 
 class OptionError(CudagraphError, ValueError):
@@ -140,6 +144,12 @@ class CaptureRefused(CudagraphError, RuntimeError):
     """
 
     may_pass = False
+
+
+def without_frames(error: _Error) -> _Error:
+    """An error that may be kept: frames hold what the code that raised it has made, with tensors and maybe a graph."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
 
 
 class CaptureLater(CaptureRefused):

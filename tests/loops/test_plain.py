@@ -61,3 +61,35 @@ def test_a_plain_loop(net, data, backend, device):
     same_state(whole, plain)
 
     assert step.calls == 24 and step.replays >= 12, step.in_python
+
+
+@pytest.mark.nightly
+def test_a_metric_of_torchmetrics(net, data, backend, device):
+    """Its `update` counts its calls, and replaces tensors."""
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    def train(model, graphed):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        accuracy = torchmetrics.classification.MulticlassAccuracy(3, average="micro", validate_args=False).to(device)
+
+        def step(x, labels):
+            optimizer.zero_grad()
+            scores = model(x)
+            loss = torch.nn.functional.cross_entropy(scores, labels)
+            loss.backward()
+            optimizer.step()
+            accuracy.update(scores.detach(), labels)
+            return loss.detach()
+
+        step, found = graphed(step), []
+        torch.manual_seed(2)
+        for _ in range(3):
+            found += [step(x.to(device), labels.to(device)) for x, labels in DataLoader(data, 3)]
+            found.append(accuracy.compute())
+            accuracy.reset()
+        return found, step
+
+    expected, _ = train(copy.deepcopy(net), lambda step: step)
+    found, step = train(net, lambda step: graphed_step(step, backend=backend))
+    same(found, expected)
+    assert step.replays >= 12, step.in_python

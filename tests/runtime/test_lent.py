@@ -156,8 +156,8 @@ def test_an_evaluation_before_the_gradients_are_used(device, pair, at):
 
 @pytest.mark.parametrize(
     "of",
-    [lambda g: g, lambda g: g.detach(), lambda g: g.view(-1)[1:], torch.Tensor.untyped_storage],
-    ids=["it", "alias", "view", "storage"],
+    [torch.from_dlpack, lambda g: g, lambda g: g.detach(), lambda g: g.view(-1)[1:], torch.Tensor.untyped_storage],
+    ids=["of another library", "it", "alias", "view", "storage"],
 )
 @pytest.mark.parametrize("at", [0, 1, 4])
 @pytest.mark.nightly_after(3)
@@ -169,6 +169,7 @@ def test_what_is_kept_of_gradients_keeps_its_values(device, pair, of, at):
             kept = [of(p.grad) for p in pair[1].parameters()]
             clones = [gradient.clone() for gradient in kept]
     assert [each.tolist() for each in kept] == [each.tolist() for each in clones]
+    assert not lends(pair[1])
 
 
 def test_results_of_autograd_grad(device, pair):

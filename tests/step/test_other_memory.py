@@ -139,3 +139,23 @@ def test_memory_that_cannot_be_moved(step_twins, device, looks_used):
     step = step_twins.train(make_step(lambda: 1.0))
     assert step.captures == 0 and "a tensor (3,) of float32 in some kernel" in str([*step.in_python])
     assert total.requires_grad
+
+
+def test_what_views_hold_is_said(step_twins, device):
+    """As where all gradients are written as parts of one vector."""
+
+    def run(of):
+        weight = torch.nn.Parameter(torch.ones(2, device=device))
+
+        def fn(x, y):
+            weight.grad = of((x.sum() * torch.ones(4, device=device))[:2])
+            return weight.grad * 2
+
+        step = step_twins.graphed(fn)
+        found = [step(*step_twins.batch()) for _ in range(6)]
+        assert all(torch.equal(each, each.flip(0)) for each in found)
+        return step
+
+    said = "is still held by a view, such as a gradient, after it, and a replay would overwrite it; have the step"
+    assert said in str([*run(lambda view: view).in_python])
+    assert run(torch.clone).captures == 1

@@ -20,6 +20,8 @@ from thunder_cg.step.reads import is_constant, settings_in
 pytestmark = pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")
 
 SOURCE = """
+import torch
+
 SCALE = 1.0
 OTHER = 1.0
 SCALES = {"loss": 1.0}
@@ -62,6 +64,26 @@ class Finder:
 
 def read(y):
     return y * float(y.detach().mean())
+
+class Metric(torch.nn.Module):
+    def __init__(self, device):
+        super().__init__()
+        self.count, self.total = 0, torch.zeros((), device=device)
+        self.update = self.counted(self.add)
+
+    def __setattr__(self, name, value):
+        if name == "higher_is_better":
+            raise RuntimeError(name)
+        super().__setattr__(name, value)
+
+    def counted(self, update):
+        def wrapped(y):
+            self.count += 1
+            update(y)
+        return wrapped
+
+    def add(self, y):
+        self.total = self.total + y
 """
 
 
@@ -125,7 +147,7 @@ def test_the_line_of_a_package_is_named(step_twins, package, backend):
     said = str([*step.in_python])
     assert step.captures == 0 and "at test_step_reads.py:" in said
     line = (
-        "in package_of_losses.py:43 (return y * float(y.detach().mean())); the host reads a value there; make that call"
+        "in package_of_losses.py:45 (return y * float(y.detach().mean())); the host reads a value there; make that call"
     )
     assert backend == "cuda" or line in said, said
 
@@ -155,6 +177,25 @@ def test_a_package_that_counts(step_twins, package):
     step = step_twins.train(make)
     assert step.captures == 0 and len(package.HISTORY) == 8
     assert "without a history to package_of_losses.HISTORY" in str([*step.in_python])
+
+
+def test_a_metric_of_a_package(step_twins, package, device):
+    """As those of torchmetrics: only a capture shows what its `update` calls, which has added by then."""
+    metrics = []
+
+    def make(model):
+        metrics.append(metric := package.Metric(device))
+
+        def of(y):
+            metric.update(y.detach().mean())
+            return y
+
+        return make_step(of)(model)
+
+    step = step_twins.train(make, 12)
+    assert step.captures == 1 and step.replays >= 6, explain(step)
+    plain, graphed = metrics
+    assert plain.count == graphed.count == 12 and torch.equal(plain.total, graphed.total)
 
 
 def test_settings_of_pytorch_in_python(step_twins):

@@ -299,9 +299,11 @@ class Counted(nn.Module):
     def __init__(self, of=None):
         super().__init__()
         self.steps, self.seen, self.means, self.of = 0, 0, [], of
+        self.register_buffer("batches", torch.zeros((), dtype=torch.long))
 
     def forward(self, x):
         self.steps += 1
+        self.batches += 1
         self.seen += x.shape[0] if x.dim() else 1
         self.means.append(x.detach().mean())
         return x / (1 + getattr(self, "steps")) if self.of == "getattr" else x  # noqa: B009
@@ -312,7 +314,7 @@ def count_for(passed_on):
 
 
 def numbers(model):
-    keeper, metrics, inner, calls = Keeper(model), Slots(0), Counted(), 0
+    keeper, metrics, inner, calls = Keeper(model), Slots(0), Counted().to(model[0].weight.device), 0
     keeper.before = SimpleNamespace(seen=3)
     keeper.epochs = 1
     keeper.stats, keeper.left = {"steps": 0, "left": 9}, 5
@@ -546,7 +548,7 @@ def counts_and_reads_by_name(model):
 
 
 def counts_in_a_module_and_reads_by_name(model):
-    model.append(Counted("getattr"))
+    model.append(Counted("getattr").to(model[0].weight.device))
     return lambda loss, logits: None, lambda: torch.tensor(model[-1].steps)
 
 
@@ -672,8 +674,8 @@ def appends_a_gradient(model):
 REFUSED = {
     keeps_a_gradient: "a tensor that the step keeps shares memory with another one that it uses; have it keep a clone",
     appends_a_gradient: "the step returns or keeps the memory of a gradient, which others may write; clone it",
-    reads_a_history: "detach it: a graph keeps no history",
-    keeps_a_history: "detach it: a graph keeps no history",
+    reads_a_history: "detach it at the end of the step: a graph keeps no history",
+    keeps_a_history: "detach it at the end of the step: a graph keeps no history",
     writes_in_place: "the step writes to",
     changes_a_deque: "losses[0] changed",
     appends_a_history: "without a history to losses (test_places.py:{line}); detach them, or return them",
@@ -705,6 +707,7 @@ def test_what_is_not_carried(step_twins, make):
     if make is appends_a_history and step_twins.backend == "cuda":  # where the backward joins the streams of the others
         said = "a tensor with a history from before the step is still held"
     assert step.captures == 0 and said in str([*step.in_python]), step.in_python
+    assert "set requires_grad back" not in str([*step.in_python])
 
 
 def test_one_tensor_stays_one(step_twins):

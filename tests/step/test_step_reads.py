@@ -56,6 +56,7 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from thunder_cg import explain
+from thunder_cg.compat.torch import hooks_of
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.step import recording, storages
 from thunder_cg.step.calls import Calls
@@ -334,6 +335,7 @@ def test_a_class_that_is_registered(step_twins):
 
 LOGGER = logging.getLogger("a step")
 OF_THE_PROCESS = {
+    "how NumPy prints": (lambda: np.get_printoptions()["precision"], lambda n: np.set_printoptions(precision=n), 3),
     "the collector": (gc.isenabled, lambda is_on: gc.enable() if is_on else gc.disable(), False),
     "a thread": (
         lambda: threading.current_thread().name,
@@ -1200,6 +1202,16 @@ def a_hook_of_a_tensor():
     return lambda y: y * weight, partial(weight.register_hook, lambda gradient: gradient * 2)
 
 
+def a_hook_of_the_node_that_accumulates_a_gradient():
+    weight = nn.Parameter(torch.ones(1))
+    node = torch.autograd.graph.get_gradient_edge(weight).node
+    return lambda y: y * weight, partial(node.register_prehook, lambda gradients: gradients)
+
+
+def an_attribute_of_pytorch():
+    return lambda y: weigh(torch, y), partial(setattr, torch, "scale", 2.0)
+
+
 class Named:
     def __init__(self):
         self.scales = {"one": 1.0}
@@ -1268,6 +1280,8 @@ FAR = (
     what_a_dictionary_makes,
     an_attribute_of_a_number,
     a_hook_of_a_tensor,
+    a_hook_of_the_node_that_accumulates_a_gradient,
+    an_attribute_of_pytorch,
     the_first_of_two_objects_of_one_name,
     the_second_of_two_objects_of_one_name,
     what_a_context_gives,
@@ -1389,6 +1403,7 @@ def test_what_no_name_leads_to(monkeypatch, make):
     monkeypatch.setattr(nn.Linear, "forward", nn.Linear.forward)
     monkeypatch.setattr(nn.functional, "linear", nn.functional.linear)
     monkeypatch.setattr(torch.Tensor, "sin", torch.Tensor.sin)
+    monkeypatch.setattr(torch, "scale", 1.0, raising=False)
     monkeypatch.setenv("SCALE", "1")
     step, change = make()
     state = state_of(step)
@@ -1535,6 +1550,16 @@ def test_what_depends_on_its_arguments_alone(call):
     (lambda: call())()
     calls.end()
     assert calls.objection is None
+
+
+def test_hooks_are_looked_for_in_inference_mode():
+    weight = nn.Parameter(torch.ones(1))
+    node = torch.autograd.graph.get_gradient_edge(weight).node
+    handle = node.register_hook(print)
+    with torch.inference_mode():
+        assert [*hooks_of(weight)] == [print]
+        handle.remove()
+        assert [*hooks_of(weight)] == []
 
 
 def test_how_often_a_tensor_was_written_to(step_twins):

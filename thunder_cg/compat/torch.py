@@ -10,6 +10,7 @@ import gc
 import inspect
 import sys
 import types
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
@@ -445,15 +446,59 @@ _HOOKS = (
 )  # fmt: skip
 
 
+_own_hooks = 0  # how many hooks of this package have been registered
+
+
 def registered_hooks() -> int:
-    """How many hooks were registered from Python so far, in this process."""
-    return RemovableHandle.next_id
+    """How many hooks others than this package have registered from Python so far, in this process."""
+    return RemovableHandle.next_id - _own_hooks
+
+
+def register_own(register: Callable[[Callable[..., Any]], RemovableHandle], hook: Callable[..., Any]) -> Any:
+    """Registers a hook of this package, so that those of others are counted right."""
+    global _own_hooks
+    _own_hooks += 1
+    return register(hook)
 
 
 def hooks_of(value: Any) -> Iterator[Callable[..., Any]]:
-    """The hooks of a module, an optimizer or a tensor that run when it is used."""
+    """The hooks of a module, an optimizer or a tensor that run when it is used, or when it gets its gradient."""
     for name in _HOOKS:
         yield from (getattr(value, name, None) or {}).values()
+    if isinstance(value, torch.Tensor) and value.requires_grad and registered_hooks():
+        yield from _hooks_of_gradient(value)
+
+
+def _hooks_of_gradient(tensor: torch.Tensor) -> list[Callable[..., Any]]:
+    if not is_leaf(tensor) or is_lazy(tensor):
+        return []
+    with torch.inference_mode(False):  # which gives no tensor a node
+        return hooks_of_node(gradient_node(tensor))
+
+
+def is_leaf(tensor: torch.Tensor) -> bool:
+    """Whether autograd accumulates a gradient of a tensor, if the tensor requires one."""
+    try:
+        return tensor.is_leaf
+    except RuntimeError:  # a view that autograd refuses to describe, as those of FSDP's flat parameters
+        return False
+
+
+def gradient_node(leaf: torch.Tensor) -> Any:
+    """The node that accumulates the gradient of a leaf."""
+    return torch.autograd.graph.get_gradient_edge(leaf).node
+
+
+def hooks_of_node(node: Any) -> list[Callable[..., Any]]:
+    """The hooks of a node of autograd. PyTorch does not say them: one of ours, which is removed again, shows others."""
+    found: list[Callable[..., Any]] = []
+    for register in (node.register_prehook, node.register_hook):
+        handle = register_own(register, lambda *gradients: None)
+        others = dict(handle.hooks_dict_ref() or ())
+        handle.remove()
+        others.pop(handle.id, None)
+        found += others.values()
+    return found
 
 
 def global_hooks() -> list[tuple[str, Mapping[Any, Any]]]:
@@ -565,6 +610,26 @@ _references[False] = holders_of_storage(_storage)
 _tensor = torch.empty(0, device="cpu").set_(_storage)
 _references[True] = holders_of_storage(_storage) - 1
 del _storage, _tensor
+
+
+def are_held_unseen(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether somebody in C++ holds one of these, or another tensor of its memory, besides as a gradient.
+
+    Another library does that got it through DLPack. It looks at all objects that Python's garbage collector shows. Of
+    what NumPy has, PyTorch notes that it must stay where it is.
+    """
+    if not all(tensor.untyped_storage().resizable() for tensor in tensors):
+        return True
+    homes = {*map(storage_id, tensors)}
+    gradients = [t.grad for t in _known_tensors() if is_leaf(t)]  # of which some had no object of Python
+    known = [t for t in _known_tensors() if has_memory(t) and storage_id(t) in homes]
+    uses, counts = Counter(map(id, gradients)), Counter(map(storage_id, known))
+    is_any = any(tensor_use_count(t) > 1 + uses[id(t)] for t in known)
+    return is_any or any(storage_use_count(home) > counts[home] + 1 for home in homes)  # with one object of Python
+
+
+def _known_tensors() -> list[torch.Tensor]:
+    return [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
 
 
 def shares_storage(values: Any, tensor: torch.Tensor) -> bool:

@@ -29,37 +29,29 @@ Note [Streams of nodes]
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from thunder_cg.compat.cuda import current_raw_stream
-from thunder_cg.compat.torch import engine_will_execute, has_accumulate_hooks
+from thunder_cg.compat.torch import (
+    engine_will_execute,
+    gradient_node,
+    has_accumulate_hooks,
+    hooks_of_node,
+    registered_hooks,
+)
 from thunder_cg.runtime.tensors import address_if_any
 
 _NO_HOOKS = "thunder_cg"  # in a node's metadata: how many hooks had been registered when the node had none
 _STREAM = "thunder_cg stream"  # in a node's metadata, with the former: the stream on which the node was made
 _MAX_RENEWALS = 64  # of nodes, because somebody registered a hook somewhere
-_own = 0  # how many hooks of ours have been registered
 
 
 def _stream_of(device: torch.device) -> int:
     """The current stream of the device."""
     return current_raw_stream(device.index) if device.type == "cuda" else 0
-
-
-def _registered() -> int:
-    """How many hooks others have registered from Python, in this process."""
-    return RemovableHandle.next_id - _own
-
-
-def register_own(register: Callable[[Callable[..., Any]], RemovableHandle], hook: Callable[..., Any]) -> Any:
-    """Registers a hook of this package, so that those of others are counted right."""
-    global _own
-    _own += 1
-    return register(hook)
 
 
 def nodes_of(leaves: Iterable[torch.Tensor]) -> list[Any]:
@@ -68,36 +60,26 @@ def nodes_of(leaves: Iterable[torch.Tensor]) -> list[Any]:
 
 
 def _node_of(leaf: torch.Tensor) -> Any:
-    if isinstance(_node(leaf).metadata.get(_NO_HOOKS), int):
-        return _node(leaf)
+    if isinstance(gradient_node(leaf).metadata.get(_NO_HOOKS), int):
+        return gradient_node(leaf)
     token = object()  # of this thread
-    _node(leaf).metadata[_NO_HOOKS] = token  # goes with the node at once, unless somebody holds the node
-    node = _node(leaf)
+    gradient_node(leaf).metadata[_NO_HOOKS] = token  # goes with the node at once, unless somebody holds the node
+    node = gradient_node(leaf)
     found = node.metadata.get(_NO_HOOKS)
     if found is None:
-        node.metadata[_NO_HOOKS] = _registered()
+        node.metadata[_NO_HOOKS] = registered_hooks()
         node.metadata[_STREAM] = _stream_of(leaf.device)
     elif found is token:
         del node.metadata[_NO_HOOKS]
     return node
 
 
-def _node(leaf: torch.Tensor) -> Any:
-    return torch.autograd.graph.get_gradient_edge(leaf).node
-
-
 def _has_no_hooks(node: Any) -> bool:
     """See Note [Nodes without hooks]."""
     known = node.metadata.get(_NO_HOOKS)
-    if not isinstance(known, int):
+    if not isinstance(known, int) or (known != registered_hooks() and hooks_of_node(node)):
         return False
-    for register in (node.register_prehook, node.register_hook) if known != _registered() else ():
-        handle = register_own(register, lambda *gradients: None)
-        hooks = len(handle.hooks_dict_ref() or ())
-        handle.remove()
-        if hooks > 1:
-            return False
-    node.metadata[_NO_HOOKS] = _registered()
+    node.metadata[_NO_HOOKS] = registered_hooks()
     return True
 
 
@@ -116,12 +98,12 @@ class Accumulators:
         self._may_deliver = look_for_hooks and not is_tied and all(map(_has_no_hooks, self._nodes))
         for leaf, node in zip(leaves, self._nodes):
             self._may_deliver = self._may_deliver and node.metadata[_STREAM] == _stream_of(leaf.device)
-        self._handles = _registered()
+        self._handles = registered_hooks()
 
     @property
     def is_current(self) -> bool:
         """Whether nobody has registered a hook since."""
-        return self._handles == _registered()
+        return self._handles == registered_hooks()
 
     def deliver(self, gradients: Sequence[Any], others: Sequence[Any] | None) -> Sequence[Any]:
         """Accumulates what may be accumulated in bulk of a backward's ``gradients``; returns them without it.

@@ -16,9 +16,8 @@ import torch
 from thunder_cg.analysis.undefined import undefined_too
 from thunder_cg.compat.compilation import connect_with
 from thunder_cg.compat.thunder import CacheEntry, connect_to_autograd
-from thunder_cg.compat.torch import raising_if_differentiated
+from thunder_cg.compat.torch import raising_if_differentiated, register_own
 from thunder_cg.errors import NO_SECOND_DERIVATIVES
-from thunder_cg.fastpath.accumulate import register_own
 from thunder_cg.runtime.program import program_of
 
 _logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ import torch
 
 from thunder_cg.analysis.segments import LEAST_SEGMENT
 from thunder_cg.compat import distributed
-from thunder_cg.compat.torch import drop_failed_backwards
+from thunder_cg.compat.torch import are_held_unseen, drop_failed_backwards, storage_id, storage_use_count
 from thunder_cg.runtime.backend import Backend, Pool
 from thunder_cg.runtime.lent import Lent
 
@@ -65,6 +65,7 @@ class Arena:
         self._pools: dict[torch.device, Pool] = {}
         self._lent: list[Lent] = []  # Note [Lent gradients]
         self._lent_to = 0  # the thread
+        self._unmovable: list[int] = []  # how many hold each of those that somebody holds unseen
         self.first_segments: dict[torch.device, int] = {}  # bytes that a pool with little memory is to get at once
         self.call_memory: CallMemory | None = None  # what the call takes that holds it, or did; None without a backward
         self._has_moved = False  # whether its graphs have lent what was moved, and its memory is too large without
@@ -111,7 +112,7 @@ class Arena:
                 if held[0].device.type == "cpu" and distributed.is_distributed():
                     distributed.await_gloo(lambda: not self._held_by_callers(), _GLOO)
                 held = self._held_by_callers()
-            if not held or self._may_move():
+            if not held or self._may_move(held):
                 may_use = not self._move(held)
             if self._poison and may_use:
                 _fill(self._pools, ())
@@ -125,9 +126,17 @@ class Arena:
     def _held_by_callers(self) -> list[torch.Tensor]:
         return [tensor for each in self._lent for tensor in each.held()]
 
-    def _may_move(self) -> bool:
-        """Whether no other thread can be in the middle of an operator that has read the addresses of what it holds."""
-        return self._lent_to == threading.get_ident() or all(t.ident != self._lent_to for t in threading.enumerate())
+    def _may_move(self, held: Sequence[torch.Tensor]) -> bool:
+        """Whether nobody knows the addresses: another library, or another thread in the middle of an operator."""
+        if self._lent_to != threading.get_ident() and any(t.ident == self._lent_to for t in threading.enumerate()):
+            return False
+        if (uses := [storage_use_count(storage_id(each)) for each in held]) == self._unmovable:
+            return False
+        if not are_held_unseen(held):
+            return True
+        self._unmovable = uses
+        self._stop_lending(self._lent)
+        return False
 
     def _move(self, held: Sequence[torch.Tensor]) -> bool:
         """Gives what is held its own memory, and ends all loans. Returns whether anything is at another place now."""
@@ -135,11 +144,14 @@ class Arena:
             pool.move([tensor for tensor in held if self._pools[tensor.device] is pool])
         moved = [each for each in self._lent if not each.is_in_place()]
         self._lent.clear()
-        for each in moved:
-            if (stop_lending := each.stop_lending()) is not None:
-                stop_lending()
+        self._stop_lending(moved)
         self._has_moved |= bool(moved)
         return bool(moved)
+
+    def _stop_lending(self, lent: Sequence[Lent]) -> None:
+        for each in lent:
+            if (stop_lending := each.stop_lending()) is not None:
+                stop_lending()
 
     def is_held(self) -> bool:
         return self._held.locked()

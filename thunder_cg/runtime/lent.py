@@ -18,8 +18,9 @@ Note [Lent gradients]
 
     Some users of memory cannot be seen. One is a stream that still reads a gradient which nobody holds. Of memory of
     the caching allocator, ``record_stream`` says so. A gradient that is lent has to be held until the stream is done.
-    The others know the address: another library that got the gradient through DLPack, a CUDA graph of the user's, or
-    another thread in the middle of an operator. The gradient that they share is moved, and they are not told.
+    The others know the address: a CUDA graph of the user's, or another thread in the middle of an operator. The
+    gradient that they share is moved, and they are not told. Another library that got the gradient through DLPack holds
+    its memory without a tensor of Python. Then nothing moves, and the arena is not free until that is over.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ import types
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
+from itertools import dropwhile
 from typing import Any
 
 from torch import nn
@@ -32,15 +33,18 @@ from torch import nn
 from thunder_cg.compat.torch import dictionary_of, names_of
 from thunder_cg.compat.torch_compile import before_dynamo_compiles
 from thunder_cg.step.places import Place
-from thunder_cg.step.reads import GROWING, MISSING, growing, own
+from thunder_cg.step.reads import GROWING, MISSING, growing, instructions, own
 
 _CHANGEABLE, _IMMUTABLE = 1 << 9, 1 << 8  # flags of a type in CPython: made by a class statement, and frozen
 _POINTER = struct.calcsize("P")  # bytes
 _EVERYTHING = {"__dict__", "__reduce__", "__reduce_ex__", "__getstate__"}
 # Functions that get the dictionary of an object for the one attribute that they were asked for.
 _FOR_ONE = {
-    each.__code__
-    for each in (nn.Module.__getattr__, nn.Module.__setattr__, nn.Module.__delattr__, cached_property.__get__)
+    cached_property.__get__.__code__,
+    *(
+        vars(nn.Module)[name].__code__
+        for name in ("__getattr__", "__setattr__", "__delattr__", "register_buffer", "register_parameter")
+    ),
 }
 _ORIGINAL = "original of thunder_cg"
 Names = Mapping[type, Sequence[str]]
@@ -193,13 +197,28 @@ def only_sets(value: Any, name: str) -> bool:
     member = inspect.getattr_static(type(value), name, None)
     is_descriptor = hasattr(type(member), "__set__") and not inspect.ismemberdescriptor(member)
     plain = (each.__setattr__ for each in (object, type, types.ModuleType, types.SimpleNamespace, nn.Module))
-    return not is_descriptor and _resolved(type(value), "__setattr__") in plain
+    return not is_descriptor and next(dropwhile(_passes_on, _defined(type(value), "__setattr__"))) in plain
+
+
+def _passes_on(method: Any) -> bool:
+    """Whether a ``__setattr__`` looks at no value, but calls that of the next class with it, as ``super()`` does."""
+    if not isinstance(method, types.FunctionType) or method.__code__.co_argcount != 3:
+        return False
+    _, name, value = method.__code__.co_varnames[:3]
+    each_of = [*instructions(method.__code__)]
+    at = [i for i, each in enumerate(each_of) if each.value == value]
+    before = [each.value for each in each_of[at[0] - 2 : at[0]]] if len(at) == 1 else []
+    return before == ["__setattr__", name] and each_of[at[0] + 1].name.startswith("CALL")
+
+
+def _defined(kind: type, name: str) -> Iterator[Any]:
+    """What a class and its bases define as a method, without hooks, in the order in which it is looked up."""
+    found = (names[name] for each in kind.__mro__ if name in (names := dictionary_of(each)))
+    return (getattr(each, _ORIGINAL, each) for each in found)
 
 
 def _resolved(kind: type, name: str) -> Any:
-    """What a class or its bases define as a method, without hooks."""
-    found = next(names[name] for each in kind.__mro__ if name in (names := dictionary_of(each)))
-    return getattr(found, _ORIGINAL, found)
+    return next(_defined(kind, name))
 
 
 def _can_be_hooked(kind: type) -> bool:

@@ -164,6 +164,7 @@ class Calls:
         of_torch: functions of PyTorch's, as their code with their globals.
         getters: functions of C, of which some return settings, and whether a logger logs.
         raised: the first method of a tensor that has raised an error, in words.
+        undos: how objects and globals of these functions get back what they had. See Note [Effects once].
         reads_gradients: whether a function that is not PyTorch's names ``grad``, and may ask whether there is one.
     """
 
@@ -182,7 +183,7 @@ class Calls:
         self._ran: dict[Any, _Ran] = {}
         self.raised: str | None = None
         self.reads_gradients = False
-        self._undos: list[Undo] = []
+        self.undos: list[Undo] = []
         self._thread: int | None = None  # the one that is watched; backwards run on it, too
         self.forget_collectives()
         self._callback = self._filtered()
@@ -426,13 +427,8 @@ class Calls:
             self._ran[key] = _Ran(code, owner, variables, frame.f_globals)
             with unwatched():
                 if not isinstance(owner, torch.Tensor):
-                    self._undos += undos_of(owner)
-                self._undos += undos_of_globals(code, frame.f_globals)
-
-    def undo(self) -> None:
-        """Gives objects and globals of the functions that have run what they had before. See Note [Effects once]."""
-        for undo in reversed(self._undos):
-            undo()
+                    self.undos += undos_of(owner)
+                self.undos += undos_of_globals(code, frame.f_globals)
 
     def find_functions(self) -> None:
         """Finds the functions that have run, each with those that nobody can tell from it. Not inside of a capture."""
@@ -444,7 +440,6 @@ class Calls:
                 alike = [types.FunctionType(ran.code, ran.variables)]
             self.found |= {(id(each), id(ran.owner)): Called(each, ran.owner) for each in alike}
         self._ran.clear()
-        self._undos.clear()
 
 
 class _Ran(NamedTuple):

@@ -83,11 +83,12 @@ _NEXT = "take the next item outside of the step, and pass it as an argument"
 _PASS = "read what the step needs of it outside of the step, and pass that"
 _OPAQUE = types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.CodeType, type
 
-_DEFINE = Tensor, nn.Module, Optimizer, nn.functional
+_DEFINE: Sequence[type | types.ModuleType] = torch, Tensor, nn.Module, Optimizer, nn.functional
 _Cached = type(lru_cache(len))
 _FUNCTIONS = types.FunctionType, singledispatchmethod, _Cached, partial
 _random: Any = random.random  # of the generator of the process
 _OF_TENSORS = {"grad", "_grad", "_version"}
+_WARNED = "__warningregistry__"  # which warnings write
 _PARTIAL = "func", "args", "keywords"
 _FIELDS_OF_CLASS = attrgetter("__mro__", "__name__", "__qualname__")
 _CONTEXT = attrgetter("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
@@ -227,8 +228,7 @@ class Collector:
         if tensor.device.type == self._device_type:
             self.tensors.setdefault(id(tensor), tensor)
         elif not tensor.is_inference():  # a graph has its values baked in
-            self.facts[f"{label} (version)"] = version(tensor)
-            self.watch.version(tensor)
+            self.facts[f"{label} (version)"] = self.watch.value(partial(version, tensor))
         if tensor.device.type == "cpu" != self._device_type and has_storage(tensor):  # its memory may be an array's
             self._add_tensor_on_host(label, tensor, depth)
         self._note_hooks(label, tensor)
@@ -338,7 +338,7 @@ class Collector:
             names = dictionary_of(each)
             self.watch.names(names)
             where = label if each is value else f"{each.__name__} of {label}"
-            counts = (lambda _: True) if is_users(each) else is_data if isinstance(each, type) else _is_atom
+            counts = (lambda _: True) if is_users(each) else is_data if isinstance(each, type) else _is(*ATOMS)
             for name, member in [*names.items()]:
                 if isinstance(member, _LOCKS) and name not in self._names.get(each, ()):
                     continue  # which others may take; one that the step takes by a name is found by that
@@ -414,11 +414,8 @@ class Collector:
 
     def add_definitions(self) -> None:
         """What PyTorch's classes define, and its functions that modules call. Somebody may replace one."""
-        for each in _DEFINE:
-            names = dictionary_of(each)
-            self.watch.names(names)
-            found = [(name, Same(value)) for name, value in names.items() if name != "__warningregistry__"]
-            self.facts[f"what {each.__name__} defines"] = Content(found)
+        self.watch.names(*map(dictionary_of, _DEFINE))
+        self.facts |= _definitions()
 
     def _add_forward(self, kind: type) -> None:
         """What a class of modules runs. Somebody may replace that of a package, too."""
@@ -441,7 +438,7 @@ class Collector:
     def _add_averages(self, label: str, averages: AveragedModel) -> None:
         counter = averages.n_averaged
         is_positive = self.facts[f"{label}.n_averaged > 0"] = bool(counter > 0)
-        self.watch.version(counter)
+        self.watch.value(partial(version, counter))
         if is_positive:
             self.averages.append(averages)
 
@@ -508,6 +505,19 @@ def facts_of(value: Any) -> tuple[tuple[str, Any], ...]:
     return facts
 
 
+def _definitions() -> Facts:
+    """What PyTorch's classes and functions are. The same facts, if nothing of it has changed since."""
+    if not (_defined and _defined[-1].is_untouched()):
+        watch, facts = Watch(), Facts()
+        for each in _DEFINE:
+            watch.names(names := dictionary_of(each))
+            found = [(n, Same(v)) for n, v in names.items() if not isinstance(v, types.ModuleType) and n != _WARNED]
+            facts[f"what {each.__name__} defines"] = Content(found)
+        _defined[:] = [watch.begin(facts)]
+    return _defined[-1].facts
+
+
+_defined: list[Watch] = []  # the last one
 _of_enumerations: dict[int, tuple[tuple[tuple[str, Any], ...], Watch, Any]] = {}  # by the identities of their members
 
 
@@ -626,10 +636,6 @@ def is_object(value: Any) -> bool:
     """Whether a value has attributes that can be looked at: it is no function, operator, class or module."""
     has_name = callable(value) and own(value, "__qualname__") is not MISSING
     return not (has_name or isinstance(value, (*_OPAQUE, *ATOMS, *OPERATORS)))
-
-
-def _is_atom(value: Any) -> bool:
-    return isinstance(value, ATOMS)
 
 
 def _is_users_atom(value: Any) -> bool:

@@ -26,7 +26,6 @@ from thunder_cg.analysis.rules import KEEP_ON_DEVICE
 from thunder_cg.analysis.sources import SourceLine
 from thunder_cg.compat.lines import line_in_trace
 from thunder_cg.compat.torch import names_of, tensors_in
-from thunder_cg.runtime.tensors import has_history
 from thunder_cg.step.calls import is_of_package, line_with_code
 from thunder_cg.step.facts import Atom, Facts, Same, difference, subject
 from thunder_cg.step.reads import instructions, is_installed, is_users
@@ -41,6 +40,7 @@ _CONSTANT = "keep it constant, as OneCycleLR does with cycle_momentum=False"
 _RANDOM = "draw with torch on the device"
 _OWN_GENERATOR = "leave generator= out: the graph advances PyTorch's own generator alone"
 _REQUIRES_GRAD = " that requires grad"
+_HISTORY_END = " with a history"
 _SET_BACK = "set requires_grad back in the same step, or set it outside of the step"
 _DECIDES = "let the loop decide by it, and pass what it decides as an argument, such as True"
 _LIGHTNINGS = (
@@ -139,9 +139,9 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
         return f"; {_LIGHTNINGS}"
     if not in_step and isinstance(fact := facts.get(label), Atom) and fact.kind is int:
         return f"; {_DECIDES}; or {_IN_PLACE}"
-    if in_step and isinstance(kept := named.get(label), Tensor) and has_history(kept):
-        return "; detach it: a graph keeps no history"
     then, _, now = change.partition(" changed from ")[2].partition(" to ")
+    if in_step and now.endswith(_HISTORY_END):
+        return "; detach it at the end of the step: a graph keeps no history"
     if in_step and then != now and then.removesuffix(_REQUIRES_GRAD) == now.removesuffix(_REQUIRES_GRAD):
         return f"; {_SET_BACK}"
     counted = f"; {_COUNTED}{_OF_DICTIONARY * label.endswith(']')}" * f"{then}{now}".isdigit()

@@ -142,7 +142,7 @@ class GradientsBefore:
         if any(then and then != there and then in now for then, there in zip(map(_address_of, self.memory), now)):
             raise CaptureRefused("the step leaves a parameter the gradient of another one; have it keep a clone")
         for i, (parameter, memory) in enumerate(zip(self._parameters, self.memory)):
-            gradient, is_other = parameter.grad, not _is_same_memory(parameter.grad, memory)
+            gradient, is_other = parameter.grad, place_of(parameter.grad) != place_of(memory)
             is_same = gradient is not None and memory is not None and self._references[i]() is gradient
             is_unused = memory is not None and addresses.user_of(memory) is None
             if i in self._unread or (is_unused and is_other):
@@ -161,7 +161,7 @@ class GradientsBefore:
         for i, (parameter, memory) in enumerate(zip(self._parameters, self.memory)):
             is_dropped = memory is None and i in self._on_host
             before = references[i]() if i in references else None  # which somebody may hold, and compare
-            is_there = before is not None and _is_same_memory(before, memory)
+            is_there = before is not None and place_of(before) == place_of(memory)
             parameter.grad = before if is_there else self._on_host[i].to(parameter.device) if is_dropped else memory
 
     def release(self) -> None:
@@ -446,7 +446,3 @@ def place_of(tensor: Tensor | None) -> Any:
 def _address_of(gradient: Tensor | None) -> int:
     """Where its first element is; 0 if it has none."""
     return gradient.data_ptr() if gradient is not None and gradient.numel() and has_memory(gradient) else 0
-
-
-def _is_same_memory(tensor: Tensor | None, expected: Tensor | None) -> bool:
-    return place_of(tensor) == place_of(expected)

@@ -19,7 +19,15 @@ from torch.optim import Optimizer
 from thunder_cg.analysis.sources import users_level
 from thunder_cg.compat.distributed import ProcessGroup, default_group, is_alive
 from thunder_cg.compat.torch import any_autocast_enabled, in_profile, tree_map_only
-from thunder_cg.errors import CaptureLater, CaptureRefused, NoRoom, OptionError, RanksDiffer, ReplayRefused
+from thunder_cg.errors import (
+    CaptureLater,
+    CaptureRefused,
+    NoRoom,
+    OptionError,
+    RanksDiffer,
+    ReplayRefused,
+    without_frames,
+)
 from thunder_cg.options import StepOptions
 from thunder_cg.progress import Stage
 from thunder_cg.runtime.agreement import Collectives, Round, StepCall, call_of_step, meets
@@ -94,20 +102,6 @@ class _Call:
     kwargs: dict[str, Any]
     batch: Batch
     layout: Any  # the three parts of the batch's, with what is set for the thread and the process
-
-
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """Why a capture failed. The error itself holds frames, with the tensors of the step, and maybe a graph."""
-
-    problem: str
-    may_pass: bool
-    is_of_ranks: bool
-    calls_more: bool
-
-    @classmethod
-    def of(cls, error: CaptureRefused | RanksDiffer) -> _Failure:
-        return cls(str(error), error.may_pass, isinstance(error, RanksDiffer), isinstance(error, CallsMore))
 
 
 class GraphedStep:
@@ -308,30 +302,30 @@ class GraphedStep:
                 return self._replay(known, known.state.carried_tensors(), call)
             recording = self._capture(state, call, ready, calls, votes)
         except (CaptureRefused, RanksDiffer) as error:
-            failure = _Failure.of(error)
+            failure = without_frames(error)
         else:
             if known is not None and known in self.recordings:
                 self._discard(known)
             return self._replay_first(recording, call, ready, calls)
         if not self.recordings and self.arena is not None:
             self.release()
-        votes.refuse(_AFTER, failure.problem, may_pass=failure.may_pass)
+        votes.refuse(_AFTER, str(failure), may_pass=failure.may_pass)
         if known in self.recordings and (carried := known.carried_in(call.layout)) is not None:
             return self._replay(known, carried, call)
         return self._run_after(failure, state, call, calls)
 
-    def _run_after(self, failure: _Failure, state: StepState, call: _Call, calls: Calls) -> Any:
+    def _run_after(self, failure: CaptureRefused | RanksDiffer, state: StepState, call: _Call, calls: Calls) -> Any:
         """A call whose capture failed."""
-        if failure.calls_more or failure.may_pass:
-            self._count_unstable(failure.problem)
-        if failure.calls_more:
+        if failure.may_pass:
+            self._count_unstable(str(failure))
+        if isinstance(failure, CallsMore):
             del self._ready[call.layout]
             self._called |= calls.found
             return self._observe(call)
         if not failure.may_pass:
-            self._refuse(call.layout, state.facts, failure.problem)
-        with held_back(failure.is_of_ranks and failure.may_pass and self._unstable < _MAX_UNSTABLE):
-            return self._run(call, failure.problem)
+            self._refuse(call.layout, state.facts, str(failure))
+        with held_back(isinstance(failure, RanksDiffer) and failure.may_pass and self._unstable < _MAX_UNSTABLE):
+            return self._run(call, str(failure))
 
     def _replay_first(self, recording: StepRecording, call: _Call, ready: _Ready, calls: Calls) -> Any:
         """The first replay of a recording: the capture has run nothing."""
@@ -341,8 +335,6 @@ class GraphedStep:
         try:
             result = self._launch(recording, recording.state.carried_tensors(), call)
         except ReplayRefused as error:
-            if isinstance(only_once, CallsMore):
-                raise  # what functions have done that nobody knew of cannot be undone
             is_refused, reason = True, str(error)
         finally:
             recording.end_capture(undo=is_refused)

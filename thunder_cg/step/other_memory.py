@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from thunder_cg.compat.distributed import local_tensor
-from thunder_cg.compat.torch import storage_id, storage_use_count, version
+from thunder_cg.compat.torch import autograd_base, storage_id, storage_use_count, version
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.backend import Pool
 from thunder_cg.runtime.tensors import address, address_if_any
@@ -86,19 +86,21 @@ def refuse_other_memory(
     ranges = pool.ranges()
     used: list[tuple[Tensor, str]] = []
     gone = before.keys() - set(map(address_if_any, known))
-    for tensor in _all_tensors():
+    tensors = _all_tensors()
+    for tensor in tensors:
         is_in_pool = any(start <= address(tensor) < stop for start, stop in ranges)
         if is_in_pool or id(tensor) not in objects:  # what a tape has recorded keeps memory of others
             gone.discard(address(tensor))
         if id(tensor) in objects or tensor.device != device or storage_id(tensor) in storages:
             continue
         if is_in_pool:
-            holder = holder_of(tensor)
-            by = "" if holder is None else f" by {holder}"
-            problem = (
-                f"{_shown(tensor)} that the step makes is still held{by} after it, and a replay would overwrite it"
-            )
-            raise CaptureRefused(f"{problem}; return it, or write it into a tensor that exists before the step")
+            by, fix = "", "return it, or write it into a tensor that exists before the step"
+            if (holder := holder_of(tensor)) is not None:
+                by = f" by {holder}"
+            elif any(autograd_base(each) is tensor for each in tensors):
+                by, fix = " by a view, such as a gradient,", "have the step leave a clone of the view"
+            problem = f"{_shown(tensor)} that the step makes is still held{by} after it"
+            raise CaptureRefused(f"{problem}, and a replay would overwrite it; {fix}")
         if (user := addresses.user_of(tensor)) is not None:
             used.append((tensor, user))
     if used:

@@ -54,12 +54,19 @@ def named(states: Sequence[Any]) -> dict[str, Any]:
     return dict(zip(_thread_states, states))
 
 
+def settings_of_numpy() -> dict[str, Callable[[], Any]]:
+    """How to read them, by the names of the functions that set them."""
+    numpy = sys.modules.get("numpy")
+    return {} if numpy is None else {"np.seterr()": numpy.geterr, "np.set_printoptions()": numpy.get_printoptions}
+
+
 _settings, _names_of_settings = kernel_settings(Settings.ALL), names_of_settings(Settings.ALL)
 
 
 def states_outside(device: torch.device) -> dict[str, Any]:
     """What a step may change that is neither an argument nor read by a name, and that no replay would change."""
     facts: dict[str, Any] = dict(zip(_names_of_settings, _settings()))
+    facts |= {name: get() for name, get in settings_of_numpy().items()}
     if device.type != "cpu":
         facts |= {"the current stream": torch.cuda.current_stream(), "the current device": torch.cuda.current_device()}
     return random_states(device) | named(thread_states()) | facts

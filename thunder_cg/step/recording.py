@@ -32,6 +32,7 @@ from thunder_cg.compat.distributed import ProcessGroup, local_tensor
 from thunder_cg.compat.torch import (
     Settings,
     has_storage,
+    is_leaf,
     is_zero_tensor,
     kernel_settings,
     keystr,
@@ -41,7 +42,7 @@ from thunder_cg.compat.torch import (
     tree_unflatten,
     version,
 )
-from thunder_cg.errors import CaptureLater, CaptureRefused, ReplayRefused
+from thunder_cg.errors import CaptureLater, CaptureRefused, ReplayRefused, without_frames
 from thunder_cg.runtime.agreement import Collectives
 from thunder_cg.runtime.arena import Arena, RecordingUse
 from thunder_cg.runtime.backend import Backend, Graph, Pool
@@ -66,7 +67,7 @@ from thunder_cg.step.gradients import (
 from thunder_cg.step.heap import known_tensors
 from thunder_cg.step.memory import nbytes
 from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, memory_of_tensors, moved, refuse_other_memory
-from thunder_cg.step.outside import states_outside
+from thunder_cg.step.outside import settings_of_numpy, states_outside
 from thunder_cg.step.places import Carried, place_of_read
 from thunder_cg.step.reads import Read, is_constant, settings_in
 from thunder_cg.step.snapshot import Snapshot
@@ -223,7 +224,7 @@ class StepRecording(RecordingUse):
     touched: list[Tensor]  # of the state: tensors whose version each step advances
     memory: frozenset[int]  # where the state's tensors are, and gradients that the step reads or adds to
     gradient_nbytes: int  # of the pool: recordings may share gradients
-    settings: list[tuple[Callable[[], Any], Any]]  # of PyTorch, that the step read, and what ABC.register() has changed
+    settings: list[tuple[Callable[[], Any], Any]]  # of PyTorch and NumPy, and what ABC.register() has changed
     carried: list[tuple[Callable[[Any], object], Any, int]]  # puts a value with a structure and a number of tensors
     replaced: ReplacedStorages
     added: list[tuple[Read, int]]  # to numbers
@@ -600,7 +601,7 @@ class StepCapture:
                 try:
                     return self._attempt()
                 except OtherMemoryUsed as refused:
-                    refusal = refused.with_traceback(None)  # which keeps what the attempt has made
+                    refusal = without_frames(refused)
                 if any(tensor is each for tensor in refusal.tensors for each in suspects):
                     break  # it is where the kernels' arguments say again
                 if not refusal.tensors and str(refusal) in said:
@@ -627,7 +628,7 @@ class StepCapture:
                     recording = self._record(before, storages)
                 self.check()
             except BaseException:
-                self.calls.undo()
+                snapshot.take(self.calls.undos)
                 snapshot.restore()
                 before.restore()
                 before.release()
@@ -636,6 +637,7 @@ class StepCapture:
             finally:
                 self.calls.end()
                 of_others.clear()  # before the gradients are counted
+        snapshot.take(self.calls.undos)
         recording.before = snapshot, before
         state.release()
         for known in (*recording.left, *filter(None, recording.gradients_before.copied)):
@@ -673,6 +675,7 @@ class StepCapture:
         _refuse_results(body.results, tensors, expected)
         left = self._left(expected, before.are_graphs)
         kept = {id(each) for each in expected if isinstance(each, Tensor)}
+        getters = kernel_settings(Settings.ALL), get_cache_token, *settings_of_numpy().values()
         return StepRecording(
             layout=batch.layout,
             arena=self.arena,
@@ -695,10 +698,7 @@ class StepCapture:
             replaced=storages.replaced(),
             added=body.added,
             communicates=self.calls.groups,
-            settings=[
-                *((get, get()) for get in (kernel_settings(Settings.ALL), get_cache_token)),
-                *settings_in(self.calls.of_torch, self.calls.getters),
-            ],
+            settings=[*((get, get()) for get in getters), *settings_in(self.calls.of_torch, self.calls.getters)],
         )
 
     def _left(self, expected: Sequence[Any], are_graphs: Sequence[bool]) -> list[GraphGradient]:
@@ -757,11 +757,12 @@ class StepCapture:
         try:
             if (label := state.first_unknown([*self.calls.found.values()])) is not None:
                 raise CallsMore(f"the step reads more than was compared, such as {label}")
+            self.calls.undos.clear()  # what the functions that are known may change is in the state's snapshot
             self._refuse_change(state.facts, state.again().facts)
         except CaptureRefused as refused:
             if self.calls.groups:
                 raise
-            return refused.with_traceback(None)
+            return without_frames(refused)
         return None
 
     def _refuse_change(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
@@ -786,10 +787,10 @@ class StepCapture:
 
 @contextmanager
 def _first(missing: CaptureRefused | None) -> Iterator[None]:
-    """Raises `CallsMore` for other memory that is used inside: functions that nobody knew of may name what has it."""
+    """Raises `CallsMore` for what is refused inside: functions that nobody knew of may name what makes it right."""
     try:
         yield
-    except OtherMemoryUsed:
+    except CaptureRefused:
         if isinstance(missing, CallsMore):
             raise missing from None
         raise
@@ -802,15 +803,8 @@ def _extend(get: Callable[[], Any], items: list[Any]) -> None:
 def _gradients_of_others(state: StepState) -> list[tuple[Tensor, Tensor | None]]:
     """Those of parameters that the step is not known to use, and that a function may drop that nobody knows of."""
     known = {*map(id, state.parameters)}
-    found = (each for each in known_tensors() if id(each) not in known and _is_leaf(each))
+    found = (each for each in known_tensors() if id(each) not in known and is_leaf(each))
     return [(each, each.grad) for each in found if each.requires_grad or each.grad is not None]
-
-
-def _is_leaf(tensor: Tensor) -> bool:
-    try:
-        return tensor.is_leaf
-    except RuntimeError:  # a view that autograd refuses to describe, as those of FSDP's flat parameters
-        return False
 
 
 def _put_back(gradients: Iterable[tuple[Tensor, Tensor | None]]) -> None:

@@ -51,9 +51,14 @@ class Snapshot:
         self._undos += map(_undo_of_tensor, tensors)
         self._undos += starmap(_undo_of_setting, _settings())
 
+    def take(self, undos: list[Undo]) -> None:
+        """Adds what has been noted since, which is undone first."""
+        self._undos += undos
+        undos.clear()
+
     def restore(self) -> None:
         """Gives everything back that is not what it was."""
-        for undo in self._undos:
+        for undo in reversed(self._undos):
             undo()
 
 

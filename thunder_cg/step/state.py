@@ -156,7 +156,6 @@ class StepState:
     def _link(self) -> None:
         """One check in C++ of the functions and methods that names lead to, in the place of one for each."""
         self._cells: dict[int, tuple[types.CellType, Any]] = {}
-        self._linked: list[tuple[Read, Any]] = []
         self._others_simple: list[tuple[Read, Any]] = []
         found: dict[int, tuple[Any, dict[str, Any]]] = {}
         for read, value in self._simple:
@@ -164,7 +163,6 @@ class StepState:
             if links is None:
                 self._others_simple.append((read, value))
                 continue
-            self._linked.append((read, value))
             for container, name, found_there in links:
                 if isinstance(container, types.CellType):
                     self._cells[id(container)] = container, found_there

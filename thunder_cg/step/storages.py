@@ -24,7 +24,8 @@ from thunder_cg.compat.torch import has_storage, holders_of_storage, storage_id,
 from thunder_cg.errors import CaptureLater, CaptureRefused
 from thunder_cg.runtime.backend import Backend, Pool
 from thunder_cg.runtime.inputs import CopiedInput, place
-from thunder_cg.runtime.tensors import copy_all, same_tensors
+from thunder_cg.runtime.tensors import copy_all, layout, same_tensors
+from thunder_cg.step.gradients import place_of
 from thunder_cg.step.other_memory import can_move
 
 if TYPE_CHECKING:
@@ -43,8 +44,8 @@ def same_places(tensors: Sequence[Tensor], state: Sequence[Tensor]) -> dict[int,
     """Positions of tensors that are where one of the state is, and laid out alike, and the position of that one."""
     if not tensors:
         return {}
-    at = {_place(each): i for i, each in enumerate(state) if has_storage(each) and each.numel()}
-    return {i: at[place] for i, each in enumerate(tensors) if (place := _place(each)) in at}
+    at = {place_of(each): i for i, each in enumerate(state) if has_storage(each) and each.numel()}
+    return {i: at[place] for i, each in enumerate(tensors) if (place := place_of(each)) in at}
 
 
 def _holders(get: Callable[[], UntypedStorage], at: int, backend: Backend) -> int:
@@ -202,7 +203,7 @@ class OriginalStorages:
             made: dict[int, Tensor] = {}
             for at, leaf in enumerate(leaves):
                 if isinstance(leaf, Tensor) and leaf is not tensor and storage_id(leaf) == storage_id(tensor):
-                    if _place(leaf) != _place(tensor):
+                    if place_of(leaf) != place_of(tensor):
                         raise CaptureRefused(_KEEPS_PART.format(self._name(i)))
                     leaves[at] = made.setdefault(id(leaf), original.detach())
         copy_all([original for _, original in pairs], [tensor for tensor, _ in pairs])
@@ -228,12 +229,4 @@ def _is_moved(now: Tensor, then: Tensor | None) -> bool:
     """Whether it has other memory, and is laid out alike there."""
     if then is None or not has_storage(now) or storage_id(now) == storage_id(then):
         return False
-    return can_move(now) and _shape(now) == _shape(then)
-
-
-def _shape(tensor: Tensor) -> Any:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-
-def _place(tensor: Tensor) -> Any:
-    return tensor.data_ptr(), _shape(tensor)
+    return can_move(now) and layout(now)[:4] == layout(then)[:4]

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import starmap
 from operator import is_
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
-from thunder_cg.compat.torch import attribute_guard, attribute_writes_are_reported, dictionary_guard, version
+from thunder_cg.compat.torch import attribute_guard, attribute_writes_are_reported, dictionary_guard
 from thunder_cg.step.attributes import own_attributes
 from thunder_cg.step.facts import Facts, is_equal
 from thunder_cg.step.places import plain_copy
@@ -52,8 +51,6 @@ class Watch:
     def __init__(self) -> None:
         self._names: dict[int, Any] = {}  # objects and dictionaries, by identity
         self._lists: list[tuple[Any, dict[int, Any], int]] = []  # and deques: what each has by position, and its length
-        self._sets: list[set[Any]] = []
-        self._versions: list[tuple[Tensor, int]] = []  # of tensors whose values a graph has baked in
         self._values: list[tuple[Callable[[], Any], Any]] = []  # see Note [Values that nobody reports]
         self._looked_up: list[_LookedUp] = []
         self._fields: list[tuple[Callable[[Any], tuple[Any, ...]], Any, tuple[Any, ...]]] = []
@@ -73,13 +70,9 @@ class Watch:
     def container(self, value: Any, besides: Sequence[int] = ()) -> None:
         """What is in a list, a deque or a set, but for what a list has at some positions."""
         if isinstance(value, set):
-            self._sets.append(value)
+            self.value(partial(plain_copy, value))
         elif isinstance(value, (list, deque)):
             self._lists.append((value, {i: each for i, each in enumerate(value) if i not in besides}, len(value)))
-
-    def version(self, tensor: Tensor) -> None:
-        """How often somebody has written to a tensor."""
-        self._versions.append((tensor, version(tensor)))
 
     def value(self, get: Callable[[], Any]) -> Any:
         """What a function returns, which is returned."""
@@ -97,7 +90,6 @@ class Watch:
         self.facts = facts
         self._are_names_as_before = dictionary_guard([*self._names.values()])
         self._have_same = attribute_guard([(each.value, each.attributes) for each in self._looked_up], MISSING)
-        self._sets_then = [*map(plain_copy, self._sets)]
         return self
 
     def is_untouched(self) -> bool:
@@ -105,9 +97,7 @@ class Watch:
             self._are_names_as_before()
             and (self._have_same() or all(each.is_unchanged() for each in self._looked_up))
             and all(map(_is_unchanged, self._lists))
-            and self._sets == self._sets_then
             and all(all(map(is_, get(value), then)) for get, value, then in self._fields)
-            and all(version(tensor) == then for tensor, then in self._versions)
             and all(get() == then for get, then in self._values)
         )
 
