@@ -22,7 +22,7 @@ from thunder_cg import OptionError, cudagraph_transform, explain, graphed_step, 
 from thunder_cg.compat.dynamo import _condition
 from thunder_cg.compat.torch import attribute_writes_are_reported
 from thunder_cg.compat.torch_compile import DataDependentOutputException
-from thunder_cg.errors import TransformConflictError
+from thunder_cg.errors import NotCompiledError, TransformConflictError
 
 logger = logging.getLogger("a model")
 
@@ -921,6 +921,17 @@ def test_what_dynamo_raises_is_in_the_report(backend, device):
 def test_inductors_options_are_refused_before_a_call(option):
     with pytest.raises(OptionError, match=f"thunderfx\\({next(iter(option))}=.*Inductor; drop it"):
         thunderfx(torch.sin, backend="tape", **option)
+
+
+def test_attributes_are_the_modules():
+    model = nn.Linear(2, 2)
+    compiled = thunderfx(model, backend="tape")
+    with pytest.raises(AttributeError, match=r"'weight'; take it from the module, or compile only its forward"):
+        compiled.weight  # noqa: B018
+    assert not hasattr(copy.deepcopy(compiled), "weight")
+    model.forward = thunderfx(model.forward, backend="tape")
+    with pytest.raises(NotCompiledError, match="only its part forward"):
+        explain(model)
 
 
 def test_training_and_evaluation_in_turns_leave_nothing_to_change(backend, device):
