@@ -21,7 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from thunder_cg import OptionError, cudagraph_transform, explain, graphed_step, thunderfx
 from thunder_cg.compat.dynamo import _condition
 from thunder_cg.compat.torch import attribute_writes_are_reported
-from thunder_cg.errors import TransformConflictError
+from thunder_cg.compat.torch_compile import DataDependentOutputException
+from thunder_cg.errors import NotCompiledError, TransformConflictError
 
 logger = logging.getLogger("a model")
 
@@ -657,21 +658,55 @@ def test_functions_of_numpy_keep_the_names_of_their_arguments():
     same(graphed(x), fn(x))
 
 
+def _padded(x, n):
+    return nn.functional.pad(x, (n, n), "reflect")[..., 1:].sin()
+
+
 @pytest.mark.parametrize(
-    "sized",
+    ("sized", "number"),
     [
-        lambda x, n: x.new_zeros(n, 4).sum(0) + x[:, :n].sum(),
-        lambda x, n: x.relu().repeat(n, 1).sum(0) * n,
-        lambda x, n: torch.zeros(n * 2, 4).sum(0) + x.sin(),
+        (lambda x, n: x.new_zeros(n, 4).sum(0) + x[:, :n].sum(), np.int64),
+        (lambda x, n: x.relu().repeat(n, 1).sum(0) * n, np.int64),
+        (lambda x, n: torch.zeros(n * 2, 4).sum(0) + x.sin(), np.int64),
+        (_padded, torch.tensor),
+        (lambda x, n: n.expand(n) * 2 + x.new_zeros(4, n) * n.cos(), torch.tensor),
     ],
 )
-def test_sizes_that_are_numbers_of_numpy(sized):
-    """Dynamo passes them as tensors, and Thunder's own thunderfx raises a KeyError."""
+def test_sizes_in_tensors(sized, number):
+    """Dynamo passes numbers of NumPy's as tensors, too, and Thunder's own thunderfx raises a KeyError."""
     graphed = thunderfx(sized, backend="tape")
     for n in (2, 2, 3, 3, 3):
         x = torch.randn(3, 4)
-        same(graphed(x, np.int64(n)), sized(x, np.int64(n)))
-    assert not any("new_zeros" in each.operator or "repeat" in each.operator for each in explain(graphed).outside)
+        same(graphed(x, number(n)), sized(x, number(n)))
+    reasons = {each.operator: each.reason for each in explain(graphed).outside}
+    assert reasons.keys() <= {"numpy.item", "numpy.mul", "expand"}
+    assert "numpy.mul" in reasons or "a size, from a tensor" in reasons["numpy.item"]
+
+
+def test_inductor_does_not_read_tensors(monkeypatch):
+    """Nor does Dynamo give up the function, so that Thunder has the rest."""
+
+    def refuse(graph, inputs):
+        raise DataDependentOutputException("aten.equal.default")
+
+    monkeypatch.setattr(torch._inductor, "compile", refuse)
+    graphed = thunderfx(_padded, backend="tape")
+    for _ in range(3):
+        x = torch.randn(3, 4)
+        same(graphed(x, torch.tensor(2)), _padded(x, torch.tensor(2)))
+    assert replays(graphed) == 2
+
+
+def test_graphs_that_cannot_be_split_are_left_to_inductor():
+    def counting(x, n):
+        return nn.functional.pad(x, (n, 0)) * 2 + n.add_(1)
+
+    graphed = thunderfx(counting, backend="tape")
+    for _ in range(3):
+        x = torch.randn(3, 4)
+        same(graphed(x, torch.tensor(2)), counting(x, torch.tensor(2)))
+    reasons = {each.reason for each in explain(graphed).outside}
+    assert len(reasons) == 1 and "splitter does not take: KeyError: s" in reasons.pop()
 
 
 def test_the_report_says_that_numpy_draws_other_numbers_under_dynamo():
@@ -886,6 +921,17 @@ def test_what_dynamo_raises_is_in_the_report(backend, device):
 def test_inductors_options_are_refused_before_a_call(option):
     with pytest.raises(OptionError, match=f"thunderfx\\({next(iter(option))}=.*Inductor; drop it"):
         thunderfx(torch.sin, backend="tape", **option)
+
+
+def test_attributes_are_the_modules():
+    model = nn.Linear(2, 2)
+    compiled = thunderfx(model, backend="tape")
+    with pytest.raises(AttributeError, match=r"'weight'; take it from the module, or compile only its forward"):
+        compiled.weight  # noqa: B018
+    assert not hasattr(copy.deepcopy(compiled), "weight")
+    model.forward = thunderfx(model.forward, backend="tape")
+    with pytest.raises(NotCompiledError, match="only its part forward"):
+        explain(model)
 
 
 def test_training_and_evaluation_in_turns_leave_nothing_to_change(backend, device):

@@ -6,7 +6,6 @@ from dataclasses import replace
 from html import escape
 from typing import Any
 
-import numpy as np
 import pytest
 import thunder
 import torch
@@ -328,22 +327,6 @@ def test_a_graph_of_dynamos_that_thunder_cannot_compile(monkeypatch: pytest.Monk
     assert "in 2 of 4 calls: " in said and "halves, graph 1: RuntimeError at test_opening.py:" in said
     assert "\nTo try: call the function without Thunder: if that raises too, fix the function; if not, keep" in said
     assert "use thunder_cg.thunderfx" not in said and "torch.compiler.disable around a function of yours" in said
-
-
-def test_numpy_that_thunderfx_cannot_take() -> None:
-    """The error names an operator of PyTorch's, and no line."""
-
-    def middle(x: torch.Tensor) -> torch.Tensor:
-        return torch.sin(x - float(np.median(x.numpy()))) * 2
-
-    compiled = thunderfx(middle, backend="tape")
-    for _ in range(3):
-        compiled(torch.ones(3))
-    (said,) = str(explain(compiled)).splitlines()
-    assert said.startswith("Nothing is compiled. Dynamo or Thunder raised while it compiled, 1 time: DataDep")
-    line = f"test_opening.py:{middle.__code__.co_firstlineno + 1}"
-    assert f" at {line}: aten.equal.default, in numpy.median. To try: for NumPy" in said
-    assert said.endswith("divide by n - 1. 3 calls ran in plain Python, without Thunder.")
 
 
 def test_what_a_function_changes_that_it_reads(transform) -> None:

@@ -50,6 +50,10 @@ class CompiledFunction(ThunderFXCompiledObject):
             return self._breaking_the_graph(*args, **kwargs)
         return self._called(*args, **kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        fix = "take it from the module, or compile only its forward: model.forward = thunderfx(model.forward)"
+        raise AttributeError(f"what thunderfx returns is a function, without the attribute {name!r}; {fix}")
+
     def __deepcopy__(self, memo: Any) -> CompiledFunction:
         return self._copied(memo)
 

@@ -232,17 +232,17 @@ def _is_numpys_input(node: Node) -> bool:
     return isinstance(getattr(node, "_dynamo_source", None), NumpyTensorSource)
 
 
-def is_number_of_numpys(node: Node) -> bool:
-    """Whether it is a tensor that Dynamo has in the place of an integer of NumPy's."""
-    is_numpys = _is_numpys_input(node) or numpy_name(node) is not None
+def symbols_in(node: Node) -> frozenset[Any]:
+    """The symbols of the integer that a 0-dim tensor of a graph holds, where Dynamo has taken it for a size."""
     value = node.meta.get("example_value")
-    return is_numpys and isinstance(value, torch.Tensor) and value.dim() == 0 and value.dtype is torch.int64
+    number = value.item_memo if isinstance(value, FakeTensor) and value.dim() == 0 else None
+    return frozenset(free_symbols(number)) if isinstance(number, torch.SymInt) else frozenset()
 
 
-def read_number(tensor: Node) -> Node:
+def read_number(tensor: Node, for_user: Node) -> Node:
     """A node that reads the number that a tensor of a graph holds, where the graph inserts now, as Dynamo writes it."""
     node = tensor.graph.call_function(numpy_method_wrapper("item"), (tensor,))
-    node.meta["example_value"] = on_examples(torch.Tensor.item, (example(tensor),), {})
+    node.meta.update(for_user.meta, example_value=on_examples(torch.Tensor.item, (example(tensor),), {}))
     return node
 
 

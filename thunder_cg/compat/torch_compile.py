@@ -29,6 +29,7 @@ CompileError = TorchDynamoException
 TooManyLayouts = FailOnRecompileLimitHit
 # What Inductor raises where it cannot compile a graph.
 InductorError = torch._inductor.exc.InductorError
+DataDependentOutputException = torch._subclasses.fake_tensor.DataDependentOutputException
 
 
 def free_layouts() -> AbstractContextManager[None]:

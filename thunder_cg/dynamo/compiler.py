@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import signature
@@ -14,6 +13,7 @@ from unittest.mock import patch
 
 import thunder
 import torch
+from torch.fx import GraphModule, Node
 
 from thunder_cg.analysis.sources import SourceLine, called_from, described, line_of, user_frames, users
 from thunder_cg.compat.compiled import NAME, OPTIONS
@@ -32,6 +32,7 @@ from thunder_cg.compat.splitter import keeping_fallbacks
 from thunder_cg.compat.thunder import owns_regions
 from thunder_cg.dynamo.fallbacks import objections
 from thunder_cg.dynamo.layouts import keeping_layouts
+from thunder_cg.dynamo.nodes import copied
 from thunder_cg.dynamo.numbers import specialize_floats, take_out_numbers, take_out_numbers_of_parts
 from thunder_cg.dynamo.pieces import join_pieces
 from thunder_cg.dynamo.rewrites import rewrite
@@ -47,8 +48,8 @@ from thunder_cg.transform import cudagraph_transform
 _logger = logging.getLogger(__name__)
 
 _FIRST_CALLS = 3  # of which the log says if none ran in Thunder
+_APART = "; compile what comes before it and after it as functions of their own"
 _OF_ANOTHER = "a value of another piece"  # of the graph
-_OF_NUMPY = re.compile(r"While executing %(\w+) .*\[target=[\w.]+\.wrapped_(\w+)\]")
 
 
 class Compiler(ThunderCompiler):
@@ -73,36 +74,30 @@ class Compiler(ThunderCompiler):
         self.inputs: dict[int, GraphInputs] = {}
         self.succeeded: set[Any] = set()
 
-    def __call__(self, module: torch.fx.GraphModule, *inputs: Any) -> Any:
+    def __call__(self, module: GraphModule, *inputs: Any) -> Any:
         """Compiles one of Dynamo's graphs.
 
         Raises:
             CaptureError: with ``strict="ops"``, Inductor got an operator of it.
         """
         only_views = makes_only_views(module.graph)
-        is_symbolic = "symbolic" in str(self.thunder_options.get("cache")).lower()  # else a trace has one set of sizes
-        join = partial(join_pieces, is_symbolic=is_symbolic)
         names, of_graph = users_names(module.graph, self.parameters), inputs_of(module.graph, self.inputs.values())
+        as_it_was = GraphModule(module, copied(module.graph))
         try:
             specialize_floats(module)
             rewrite(module, self.thunder_options)
             put_back = take_out_numbers(module)
-            with (
-                keeping_fallbacks(
-                    objections(module, self.thunder_options),
-                    take_out_numbers_of_parts,
-                    join,
-                    keeping_layouts,
-                    self.succeeded,
-                ),
-                Stage(lambda: "splitting a graph of Dynamo's"),
-            ):
-                compiled = self._split(module, *inputs)
+            compiled = self._split(module, objections(module, self.thunder_options), *inputs)
         except TensorifyScalarRestartAnalysis:
             raise
         except Exception as error:
-            self._note_failure(error, *_named_node(module, str(error)))
-            raise
+            problem = f"is in a graph that Thunder's splitter does not take: {described(error)}"
+            try:
+                compiled = self._split(as_it_was, lambda _: problem + _APART, *inputs)
+            except Exception:
+                self._note_failure(error, _line_of_operator(module, str(error)))
+                raise error from None
+            module, put_back = as_it_was, _as_it_is
         self.inputs[len(self.subgraph_infos) - 1] = of_graph
         self._name_parts(names)
         options = (getattr(each, "options", None) for each in self.thunder_options.get("transforms") or ())
@@ -118,23 +113,27 @@ class Compiler(ThunderCompiler):
         """Keeps what Dynamo raised before it had a graph."""
         self._note_failure(error, users([SourceLine(frame.filename, frame.lineno or 0) for frame in stack]))
 
-    def _note_failure(self, error: Exception, stack: Sequence[SourceLine], operator: str = "") -> None:
-        """Keeps what was raised, and where, and notes on the error what to try.
-
-        Args:
-            stack: empty if it is not known.
-            operator: that is to be named, as the error does not say which one it is.
-        """
+    def _note_failure(self, error: Exception, stack: Sequence[SourceLine]) -> None:
+        """Keeps what was raised, and where, which is empty if it is not known. Notes on the error what to try."""
         self.failures += 1
         problem = described(error, at=called_from(stack))
-        problem = f"{problem}, in {operator}" if operator else problem
         line = stack[-1] if stack else line_of(error)
         self.failure = with_advice(error, self.function, problem, line, is_of_dynamo=True)
 
-    def _split(self, module: torch.fx.GraphModule, *inputs: Any) -> Any:
-        """Thunder's own ``__call__``, with fusions of consecutive operators where `order_counts`."""
+    def _split(self, module: GraphModule, objection: Callable[[Node], str | None], *inputs: Any) -> Any:
+        """Thunder's own ``__call__``, with fusions of consecutive operators where `order_counts`.
+
+        Args:
+            objection: says of a node why it is left to Inductor.
+        """
+        is_symbolic = "symbolic" in str(self.thunder_options.get("cache")).lower()  # else a trace has one set of sizes
+        join = partial(join_pieces, is_symbolic=is_symbolic)
         fusions = {"fusion_type": "consecutive"} if order_counts(module.graph) else {}
-        with patch.dict(self.thunder_options, fusions):
+        with (
+            patch.dict(self.thunder_options, fusions),
+            keeping_fallbacks(objection, take_out_numbers_of_parts, join, keeping_layouts, self.succeeded),
+            Stage(lambda: "splitting a graph of Dynamo's"),
+        ):
             return super().__call__(module, *inputs)
 
     def _name_parts(self, names: Mapping[str, str]) -> None:
@@ -149,24 +148,22 @@ class Compiler(ThunderCompiler):
         parts = self.subgraph_infos[-1].thunder_compiled_fns or ()
         for number, jitted in enumerate(parts):
             module = thunder.compile_data(jitted).fn
-            if isinstance(module, torch.fx.GraphModule):
+            if isinstance(module, GraphModule):
                 taken = {node.name for node in module.graph.find_nodes(op="placeholder")}
                 said = {**dict.fromkeys(taken - of_graph, _OF_ANOTHER), **names}
                 module.meta |= {NAME: part_name(graph, number, len(parts)), NAMES: said}
 
 
-def _named_node(module: torch.fx.GraphModule, message: str) -> tuple[list[SourceLine], str]:
-    """Where the node was called that an error names, and a function of NumPy's that it calls.
+def _as_it_is(compiled: Any) -> Any:
+    return compiled
 
-    An error of Inductor's names an operator of ``torch.library``, one of the interpreter of a graph the node.
-    """
-    numpys = _OF_NUMPY.search(message)
+
+def _line_of_operator(module: GraphModule, message: str) -> list[SourceLine]:
+    """Where the operator of ``torch.library`` was called that an error of Inductor's names; empty if there is none."""
     for node in module.graph.nodes:
-        if numpys is not None and node.name == numpys[1]:
-            return user_frames(node.stack_trace), f"numpy.{numpys[2]}"
         if library_names(node.target) and str(node.target) in message:
-            return user_frames(node.stack_trace), ""
-    return [], ""
+            return user_frames(node.stack_trace)
+    return []
 
 
 def thunderfx(fn: Callable[..., Any], **options: Any) -> CompiledFunction:

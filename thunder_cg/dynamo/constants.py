@@ -16,12 +16,12 @@ from thunder_cg.compat.splitter import (
     example,
     fixed_float,
     for_splitter,
-    is_number_of_numpys,
     is_of_array,
     known_constant,
     numpy_name,
     operator_name,
     read_number,
+    symbols_in,
     symbols_of_sizes,
 )
 from thunder_cg.compat.torch import tree_leaves
@@ -61,22 +61,25 @@ def write_floats(graph: Graph) -> None:
 
 
 def read_sizes_first(graph: Graph) -> None:
-    """A number of NumPy's is read before a tensor has the size that it holds, as PyTorch's split of a graph wants it.
+    """Reads a number before a tensor has the size that it is, as PyTorch's split of a graph wants it.
 
-    Dynamo passes a number of the user's as a tensor: ``x.new_zeros(n)`` takes it as it is, and ``x[:n]`` reads it.
+    Dynamo passes a number of NumPy's as a tensor: ``x.new_zeros(n)`` takes it as it is, and ``x[:n]`` reads it. So does
+    ``F.pad(x, (n, 0))`` take a tensor of the user's.
     """
     placeholders = graph.find_nodes(op="placeholder")
-    given, read = symbols_of_sizes(*placeholders), dict[Any, Node]()
+    read = dict[Any, Node]()
     for node in [*graph.nodes]:
+        inputs = node.all_input_nodes
         if numpy_name(node) == "numpy.item" and isinstance(example(node), torch.SymInt) and node.args:
             read[node.args[0]] = node
             _after(node.args[0], placeholders).append(node)
-        elif not symbols_of_sizes(node) <= given:
-            for number in filter(is_number_of_numpys, node.all_input_nodes):
+        elif new := symbols_of_sizes(node) - symbols_of_sizes(*inputs):
+            for number in (each for each in inputs if symbols_in(each) & new):
                 if number not in read:
                     with graph.inserting_after(_after(number, placeholders)):
-                        read[number] = read_number(number)
-                node.replace_input_with(number, read[number])
+                        read[number] = read_number(number, node)
+                if node.op == "call_function" or node.args[0] is not number:
+                    node.replace_input_with(number, read[number])
 
 
 def compute_numbers_first(graph: Graph) -> None:

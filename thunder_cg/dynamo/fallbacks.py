@@ -174,7 +174,10 @@ def _objection_to_node(node: Node, options: dict[str, Any]) -> str | None:
         return "reads memory by strides that Thunder may not keep, and the memory is written or returned" + _OTHERS
     if node.target is operator.getitem and requires_grad(example(node)) and _has_list(node.args[1]):
         return "has a list in its index, which is copied to the device in each call; make it a tensor once, outside"
-    if (name := numpy_name(node)) is not None:
+    if (name := numpy_name(node)) == "numpy.item":
+        problem = "reads a number of NumPy's, or a size, from a tensor, as which Dynamo passes it"
+        return f"{problem}; pass a number of Python's, as int(n) makes one"
+    if name is not None:
         return (
             _DRAWS_OTHERS
             if name.startswith("numpy.random.")

@@ -17,9 +17,9 @@ from torch.fx import Graph, GraphModule, Node
 from thunder_cg.analysis.sources import called_from, described, user_frames
 from thunder_cg.compat.splitter import example, inside_transforms, is_read_number, operator_name
 from thunder_cg.compat.torch import dispatch_mode_count, has_storage, shares_storage, tensors_in
-from thunder_cg.compat.torch_compile import InductorError
+from thunder_cg.compat.torch_compile import DataDependentOutputException, InductorError
 from thunder_cg.dynamo import operators
-from thunder_cg.dynamo.nodes import call_before, call_instead
+from thunder_cg.dynamo.nodes import call_before, call_instead, copied
 from thunder_cg.dynamo.writes import requires_grad, shares_memory, writes_to_inputs, written_by
 from thunder_cg.errors import LayoutError
 
@@ -80,13 +80,15 @@ def keeping_layouts(compile_piece: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def compiled_piece(piece: GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        operators_of_piece = GraphModule(piece, _copied(piece.graph))
+        operators_of_piece = GraphModule(piece, copied(piece.graph))
         reads = any(map(reads_by_strides, piece.graph.nodes))
         # Autograd refuses much of what Inductor makes of writes.
         if (writes_to_inputs(piece.graph) and not reads) or any(map(is_refused_lstm, piece.graph.nodes)):
             return operators_of_piece
         try:
             compiled: Callable[..., Any] = compile_piece(piece, inputs, *args, **kwargs)
+        except DataDependentOutputException:  # Inductor reads no tensor, and Dynamo would give up the whole function
+            return operators_of_piece
         except AssertionError:  # Inductor (2.11) cannot differentiate some pieces that read a number from a tensor
             if not any(is_read_number(example(node)) for node in operators_of_piece.graph.nodes):
                 raise
@@ -125,15 +127,6 @@ def is_refused_lstm(node: Node) -> bool:
         return False
     trains = any(requires_grad(each) and each.device.type == "cpu" for each in tensors_in(example(node)))
     return trains and not requires_grad(example(node.args[0]))
-
-
-def _copied(graph: Graph) -> Graph:
-    """A copy: Inductor rewrites the graph that it compiles."""
-    copied = Graph()
-    nodes: dict[Node, Node] = {}
-    for node in graph.nodes:
-        nodes[node] = copied.node_copy(node, nodes.__getitem__)
-    return copied
 
 
 def fixed_stride(value: Any) -> tuple[int, ...] | None:

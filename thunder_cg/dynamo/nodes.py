@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
 from thunder_cg.compat.splitter import example, on_examples
@@ -90,3 +90,12 @@ def return_first_alone(node: Node) -> None:
         if item.args[1] == 0:
             item.replace_all_uses_with(node)
         item.graph.erase_node(item)
+
+
+def copied(graph: Graph) -> Graph:
+    """A copy: Inductor rewrites the graph that it compiles, and so does what prepares a graph for Thunder."""
+    copy = Graph()
+    nodes: dict[Node, Node] = {}
+    for node in graph.nodes:
+        nodes[node] = copy.node_copy(node, nodes.__getitem__)
+    return copy

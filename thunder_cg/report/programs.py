@@ -122,7 +122,7 @@ def locate(fn: Any, function: str = "explain") -> Found:
         failure = compile_failures(statistics)[1]
         return Found(programs, statistics.calls, failed_calls(fn), failure, uncached=not _keeps_all(fn))
     if (backend := _dynamo_backend(fn)) is None:
-        parts = compiled_parts(fn)
+        parts = [*compiled_parts(fn), *(["forward"] if that_counts(getattr(fn, "forward", None)) is not None else [])]
         only = f", only its part{'s' * (len(parts) > 1)} {', '.join(parts)}" if parts else ""
         raise NotCompiledError(fn, f"Thunder did not compile this{only}", function)
     if not owns_regions(backend.thunder_options.get("transforms") or ()):
