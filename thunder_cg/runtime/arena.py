@@ -130,6 +130,8 @@ class Arena:
         """Whether nobody knows the addresses: another library, or another thread in the middle of an operator."""
         if self._lent_to != threading.get_ident() and any(t.ident == self._lent_to for t in threading.enumerate()):
             return False
+        if threading.active_count() > 1:  # whom a look at all objects would disturb: see Note [Lent gradients]
+            return True
         if (uses := [storage_use_count(storage_id(each)) for each in held]) == self._unmovable:
             return False
         if not are_held_unseen(held):

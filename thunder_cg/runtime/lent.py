@@ -20,7 +20,9 @@ Note [Lent gradients]
     the caching allocator, ``record_stream`` says so. A gradient that is lent has to be held until the stream is done.
     The others know the address: a CUDA graph of the user's, or another thread in the middle of an operator. The
     gradient that they share is moved, and they are not told. Another library that got the gradient through DLPack holds
-    its memory without a tensor of Python. Then nothing moves, and the arena is not free until that is over.
+    its memory without a tensor of Python. Then nothing moves, and the arena is not free until that is over. Whether one
+    does shows in all objects of the process. To look at them, while another thread is about to make a tuple, has that
+    thread raise SystemError (CPython to 3.13). So where there are other threads, such a gradient is moved, too.
 """
 
 from __future__ import annotations
