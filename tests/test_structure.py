@@ -198,7 +198,7 @@ def test_importing_the_package_builds_and_probes_nothing() -> None:
         "def fail(*args, **kwargs): raise AssertionError('a guard is built at import')\n"
         "guards.TensorGuards = guards.RootGuardManager = fail\n"
         "import thunder_cg\n"
-        "from thunder_cg.compat.torch import attribute_writes_are_reported\n"
+        "from thunder_cg.compat.guards import attribute_writes_are_reported\n"
         "import thunder_cg.runtime.cuda.copy_nodes as copies\n"
         "assert attribute_writes_are_reported.cache_info().currsize == copies._kernels.cache_info().currsize == 0\n"
         "assert not torch.cuda.is_initialized()\n"

@@ -40,8 +40,8 @@ from thunder_cg.compat.compilation import (
 from thunder_cg.compat.compiled import has_pytorchs_numbers, hooks_on_gradients
 from thunder_cg.compat.dtypes import promote_as_pytorch
 from thunder_cg.compat.lines import keep_lines
+from thunder_cg.compat.settings import autocast_dtype
 from thunder_cg.compat.thunder import TraceCtx
-from thunder_cg.compat.torch import autocast_dtype
 from thunder_cg.compat.torch_compile import stacks_of_generated_code
 from thunder_cg.compile_log import NamedOperators, log_compiled, warn_of_losses, warn_of_wrong_gradients
 from thunder_cg.emit import Emitter, returned_and_saved, taken_names

@@ -19,7 +19,7 @@ from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.ops import _is_bookkeeping
 from thunder_cg.analysis.rules import RULES, Reason, conditions, executors, prims, torch as torch_rules
 from thunder_cg.analysis.rules.record import CAPTURED, Arguments, Condition
-from thunder_cg.compat.torch import Settings
+from thunder_cg.compat.settings import Settings
 
 
 def test_every_symbol_of_the_torch_executor_has_exactly_one_row():

@@ -14,7 +14,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from thunder_cg.compat import distributed
-from thunder_cg.compat.torch import storage_id, storage_use_count
+from thunder_cg.compat.tensors import storage_id, storage_use_count
 
 
 @pytest.fixture

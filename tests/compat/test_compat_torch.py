@@ -13,28 +13,57 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
-from thunder_cg.compat import operators, torch as compat
-from thunder_cg.compat.torch import Settings
+from thunder_cg.compat import operators
+from thunder_cg.compat.autograd import backward_keeps_graph
+from thunder_cg.compat.guards import addresses_equal, attribute_writes_are_reported, dictionary_guard, tensor_guards
+from thunder_cg.compat.settings import (
+    Settings,
+    any_autocast_enabled,
+    default_device_is_set,
+    dispatch_mode_count,
+    forward_ad_level,
+    function_mode_count,
+    functorch_is_active,
+    is_below_autograd,
+    is_traced,
+    kernel_settings,
+    only_device_modes,
+    saved_tensors_hooks,
+)
+from thunder_cg.compat.tensors import (
+    autograd_base,
+    copy_all_,
+    empty_strided,
+    has_storage,
+    is_view,
+    is_zero_tensor,
+    may_overlap_itself,
+    read_as,
+    tensors_in,
+    tree_leaves,
+    tree_map_only,
+    version,
+)
 from thunder_cg.compat.torch_compile import timing_kernels_in
 
 
 def test_tensors_without_memory_views_and_versions() -> None:
     x = torch.randn(4, requires_grad=True)
     (zeros,) = torch.autograd.grad(torch.sgn(x).sum(), x)
-    assert compat.is_zero_tensor(torch._efficientzerotensor(3)) and not compat.is_zero_tensor(x)
+    assert is_zero_tensor(torch._efficientzerotensor(3)) and not is_zero_tensor(x)
     assert zeros.shape == x.shape
     base = torch.zeros(4)
     view = base[1:]
-    assert compat.is_view(view) and not compat.is_view(base)
-    assert compat.autograd_base(view) is base and compat.autograd_base(base) is None
-    before = compat.version(view)
+    assert is_view(view) and not is_view(base)
+    assert autograd_base(view) is base and autograd_base(base) is None
+    before = version(view)
     base.add_(1)
-    assert compat.version(view) == before + 1
-    negated = compat.read_as(base, conj=False, neg=True)
+    assert version(view) == before + 1
+    negated = read_as(base, conj=False, neg=True)
     assert negated.is_neg() and negated.tolist() == (-base).tolist()
-    assert compat.read_as(negated, conj=False, neg=True).tolist() == base.tolist()
-    assert compat.has_storage(base) and not compat.has_storage(torch.zeros(2).to_sparse())
-    assert compat.may_overlap_itself(base.expand(2, 4)) and not compat.may_overlap_itself(base)
+    assert read_as(negated, conj=False, neg=True).tolist() == base.tolist()
+    assert has_storage(base) and not has_storage(torch.zeros(2).to_sparse())
+    assert may_overlap_itself(base.expand(2, 4)) and not may_overlap_itself(base)
 
 
 _Pair = namedtuple("_Pair", "first second")
@@ -43,30 +72,28 @@ _Pair = namedtuple("_Pair", "first second")
 def test_trees_are_read_as_by_pytorch() -> None:
     x = torch.ones(2)
     tree = [(x, 1, None), {"b": [2.0, "text"], "a": nn.Parameter(x)}, _Pair(x, [True]), x.shape, OrderedDict(z=x, y=())]
-    leaves, same = compat.tree_leaves(tree), _pytree.tree_leaves(tree)
+    leaves, same = tree_leaves(tree), _pytree.tree_leaves(tree)
     assert len(leaves) == len(same) and all(one is other for one, other in zip(leaves, same))
-    assert [id(each) for each in compat.tensors_in(tree)] == [
-        id(each) for each in same if isinstance(each, torch.Tensor)
-    ]
+    assert [id(each) for each in tensors_in(tree)] == [id(each) for each in same if isinstance(each, torch.Tensor)]
     for kind, fn in ((torch.Tensor, torch.Tensor.numel), (int, float), ((int, str), str)):
-        assert str(compat.tree_map_only(kind, fn, tree)) == str(_pytree.tree_map_only(kind, fn, tree))
+        assert str(tree_map_only(kind, fn, tree)) == str(_pytree.tree_map_only(kind, fn, tree))
 
 
 def test_memory_and_copies() -> None:
-    empty = compat.empty_strided("cpu")((2, 3), (1, 2), torch.float64)
+    empty = empty_strided("cpu")((2, 3), (1, 2), torch.float64)
     assert empty.shape == (2, 3) and empty.stride() == (1, 2) and empty.dtype is torch.float64
     targets, sources = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.ones(3)]
-    compat.copy_all_(targets, sources)
+    copy_all_(targets, sources)
     assert all(t.eq(1).all() for t in targets)
 
 
 def test_addresses_and_metadata_are_compared_in_one_call() -> None:
     tensors = [torch.zeros(2, 3), torch.zeros(3)]
     addresses = [t.data_ptr() for t in tensors]
-    assert compat.addresses_equal(tensors, addresses, [0, 1])
-    assert not compat.addresses_equal([tensors[0], torch.zeros(3)], addresses, [0, 1])
-    assert compat.addresses_equal([tensors[0], torch.zeros(3)], addresses, [0])
-    strict, loose = compat.tensor_guards(tensors), compat.tensor_guards(tensors, strides=False)
+    assert addresses_equal(tensors, addresses, [0, 1])
+    assert not addresses_equal([tensors[0], torch.zeros(3)], addresses, [0, 1])
+    assert addresses_equal([tensors[0], torch.zeros(3)], addresses, [0])
+    strict, loose = tensor_guards(tensors), tensor_guards(tensors, strides=False)
     other = [torch.zeros(3, 2).t(), torch.zeros(3)]
     assert strict.check(*tensors) and loose.check(*other) and not strict.check(*other)
     assert not loose.check(tensors[0].double(), tensors[1])
@@ -75,50 +102,50 @@ def test_addresses_and_metadata_are_compared_in_one_call() -> None:
 
 def test_writes_to_watched_dictionaries_show() -> None:
     module, plain = nn.Linear(2, 2), {"a": 1}
-    unchanged = compat.dictionary_guard([plain])
+    unchanged = dictionary_guard([plain])
     assert unchanged()
     plain["a"] = 2
     assert not unchanged()
-    if not compat.attribute_writes_are_reported():  # CPython 3.13.0
-        assert not compat.dictionary_guard([module])()
+    if not attribute_writes_are_reported():  # CPython 3.13.0
+        assert not dictionary_guard([module])()
         return
-    unchanged = compat.dictionary_guard([module])
+    unchanged = dictionary_guard([module])
     assert unchanged()
     module.training = False
     assert not unchanged()
 
 
 def test_what_is_active_on_a_thread() -> None:
-    assert compat.dispatch_mode_count() == compat.function_mode_count() == 0
-    assert compat.forward_ad_level() == -1 and not compat.is_traced() and compat.saved_tensors_hooks() is None
+    assert dispatch_mode_count() == function_mode_count() == 0
+    assert forward_ad_level() == -1 and not is_traced() and saved_tensors_hooks() is None
     with torch.autograd.forward_ad.dual_level():
-        assert compat.forward_ad_level() == 0
+        assert forward_ad_level() == 0
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-        assert compat.saved_tensors_hooks() is not None
+        assert saved_tensors_hooks() is not None
     with torch.device("cpu"):
-        assert compat.function_mode_count() == 1 and compat.only_device_modes() and compat.default_device_is_set()
+        assert function_mode_count() == 1 and only_device_modes() and default_device_is_set()
     torch.set_default_device("cpu")
-    assert compat.default_device_is_set()
+    assert default_device_is_set()
     torch.set_default_device(None)
-    assert not compat.default_device_is_set()
+    assert not default_device_is_set()
     with torch.overrides.TorchFunctionMode():
-        assert not compat.only_device_modes()
+        assert not only_device_modes()
     with torch.autocast("cpu"):
-        assert compat.any_autocast_enabled()
-    assert not compat.any_autocast_enabled() and not compat.default_device_is_set()
+        assert any_autocast_enabled()
+    assert not any_autocast_enabled() and not default_device_is_set()
     seen = []
-    torch.func.vmap(lambda x: seen.append(compat.functorch_is_active()) or x)(torch.zeros(2))
-    assert seen == [True] and not compat.functorch_is_active()
+    torch.func.vmap(lambda x: seen.append(functorch_is_active()) or x)(torch.zeros(2))
+    assert seen == [True] and not functorch_is_active()
 
 
 def test_autograd_can_be_switched_off_below() -> None:
-    assert not compat.is_below_autograd()
+    assert not is_below_autograd()
     with torch.no_grad(), torch.inference_mode(False):
-        assert not compat.is_below_autograd()
+        assert not is_below_autograd()
     with torch._C._AutoDispatchBelowAutograd():
-        assert compat.is_below_autograd()
+        assert is_below_autograd()
     found = []
-    thread = threading.Thread(target=lambda: found.append(not compat.is_below_autograd()))
+    thread = threading.Thread(target=lambda: found.append(not is_below_autograd()))
     thread.start()
     thread.join()
     assert found == [True]
@@ -126,11 +153,11 @@ def test_autograd_can_be_switched_off_below() -> None:
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_backward_tells_whether_it_keeps_its_graph(keep: bool) -> None:
-    assert not compat.backward_keeps_graph()
+    assert not backward_keeps_graph()
     found = []
     x = torch.ones(2, requires_grad=True)
     y = x * 2
-    y.register_hook(lambda gradient: found.append(compat.backward_keeps_graph()))
+    y.register_hook(lambda gradient: found.append(backward_keeps_graph()))
     y.sum().backward(retain_graph=keep)
     assert found == [keep]
 
@@ -152,7 +179,7 @@ def set_precision(high: bool) -> None:
 def test_settings_change_with_the_public_switches(group, switch) -> None:
     if switch is set_precision:
         set_precision(False)  # from here on it is set, and no default
-    read, read_others = compat.kernel_settings(group), compat.kernel_settings(Settings.ALL & ~group)
+    read, read_others = kernel_settings(group), kernel_settings(Settings.ALL & ~group)
     before = read(), read_others()
     switch(on := group is not Settings.ATTENTION)
     try:

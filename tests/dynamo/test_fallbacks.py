@@ -13,7 +13,7 @@ from thunder.dynamo.utils import auto_register_ops
 
 from thunder_cg import explain, thunderfx
 from thunder_cg.compat.operators import operator_table
-from thunder_cg.compat.torch import tree_leaves, tree_map
+from thunder_cg.compat.tensors import tree_leaves, tree_map
 from thunder_cg.dynamo.fallbacks import objection_to_operator
 
 _SAMPLES = 6

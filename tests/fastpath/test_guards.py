@@ -17,7 +17,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._device import DeviceContext
 
-from thunder_cg.compat import torch as compat
+from thunder_cg.compat import guards
+from thunder_cg.compat.guards import attribute_writes_are_reported
 from thunder_cg.fastpath import guard
 
 
@@ -410,8 +411,8 @@ def test_attributes_that_keep_changing_are_checked_at_each_call(twins, device):
 
 def test_what_an_interpreter_does_not_show_is_checked_at_each_call(twins, device, monkeypatch):
     """CPython 3.13.0 tells nobody who watches a dictionary of a write to an attribute."""
-    assert compat.attribute_writes_are_reported() == (sys.version_info[:3] != (3, 13, 0))
-    monkeypatch.setattr(compat, "attribute_writes_are_reported", lambda: False)
+    assert attribute_writes_are_reported() == (sys.version_info[:3] != (3, 13, 0))
+    monkeypatch.setattr(guards, "attribute_writes_are_reported", lambda: False)
     plain, graphed, call = establish(*twins(Model()), device)
     (entry,) = graphed._forward_fn._certain()
     assert not entry._guard.attributes.unchanged() and not entry._guard.parameters_cache.unchanged()

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import thunder_cg
 from thunder_cg.compat import thunder as compat
-from thunder_cg.compat.torch import tensors_in
+from thunder_cg.compat.tensors import tensors_in
 from thunder_cg.compat.torch_compile import CompileError
 from thunder_cg.kernels import attention, derivatives, inductor
 from thunder_cg.kernels.fusion import Fusion, Kernels

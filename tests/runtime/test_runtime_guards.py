@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from thunder_cg.compat.torch import Settings
+from thunder_cg.compat.settings import Settings
 from thunder_cg.runtime.guards import Guard, OverlapGuard
 
 

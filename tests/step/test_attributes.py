@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
 from thunder_cg import explain
-from thunder_cg.compat.torch import attribute_writes_are_reported
+from thunder_cg.compat.guards import attribute_writes_are_reported
 from thunder_cg.step.attributes import Attributes
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from thunder_cg.compat.torch import attribute_writes_are_reported
+from thunder_cg.compat.guards import attribute_writes_are_reported
 from thunder_cg.step.collector import facts_of
 from thunder_cg.step.facts import Same, difference, fact_of
 

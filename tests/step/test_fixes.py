@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils.checkpoint import checkpoint
 
 from thunder_cg import explain
-from thunder_cg.compat.torch import Settings, names_of_settings
+from thunder_cg.compat.settings import Settings, names_of_settings
 from thunder_cg.step import fixes
 from thunder_cg.step.facts import Same
 

@@ -56,7 +56,7 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from thunder_cg import explain
-from thunder_cg.compat.torch import hooks_of
+from thunder_cg.compat.autograd import hooks_of
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.step import recording, storages
 from thunder_cg.step.calls import Calls

@@ -20,7 +20,7 @@ from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.distributed import ProcessGroup
 from thunder_cg.compat.lines import arguments_at, is_in_library
 from thunder_cg.compat.operators import is_cudagraph_unsafe, library_names
-from thunder_cg.compat.torch import Settings
+from thunder_cg.compat.settings import Settings
 
 _DROPPED = frozenset({"DEL", "COMMENT"})  # the transform computes dels again; comments do nothing
 _BOOKKEEPING = frozenset({

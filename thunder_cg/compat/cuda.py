@@ -18,14 +18,8 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend
 
-from thunder_cg.compat.torch import (
-    autograd_base,
-    disable_dispatch_modes,
-    is_view,
-    read_as,
-    storage_id,
-    storage_use_count,
-)
+from thunder_cg.compat.settings import disable_dispatch_modes
+from thunder_cg.compat.tensors import autograd_base, is_view, read_as, storage_id, storage_use_count
 
 try:
     from cuda.bindings import driver, nvrtc

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager, _get_process
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from thunder_cg.compat.torch import storage_id, storage_use_count, tensors_in, tree_map_only
+from thunder_cg.compat.tensors import storage_id, storage_use_count, tensors_in, tree_map_only
 
 # The group that functional collectives know by a name.
 group_named: Callable[[Any], ProcessGroup] = _resolve_process_group

@@ -17,7 +17,7 @@ from torch._inductor.lowering import fallbacks
 from torch.fx import GraphModule
 from torch.fx.node import _side_effectful_functions
 
-from thunder_cg.compat.splitter import is_of_unknown_size
+from thunder_cg.compat.fx import is_of_unknown_size
 
 __all__ = ["RETURNS_VIEW", "OneWay", "StaysApart", "compile_each_way", "draws", "is_called_as_it_is", "name_of_kernel"]
 

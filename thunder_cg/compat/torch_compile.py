@@ -21,7 +21,8 @@ from torch._dynamo.external_utils import wrap_inline
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_dispatch_modes
 
-from thunder_cg.compat.torch import names_of, tree_map_only
+from thunder_cg.compat.guards import names_of
+from thunder_cg.compat.tensors import tree_map_only
 
 # What `torch.compile` raises where it cannot compile a function, before any of it runs.
 CompileError = TorchDynamoException

@@ -13,7 +13,7 @@ import torch
 
 from thunder_cg.analysis.sources import described, line_of
 from thunder_cg.compat.compiled import OPTIONS, computation_and_inputs
-from thunder_cg.compat.torch import tensors_in, tree_map_only
+from thunder_cg.compat.tensors import tensors_in, tree_map_only
 from thunder_cg.diagnose.compiling import compiled_as, original, refuse_sharded, transform_of
 from thunder_cg.errors import CudagraphError, NotCompiledError, OptionError
 from thunder_cg.options import Options, taken_from

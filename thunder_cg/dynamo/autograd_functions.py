@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from thunder_cg.compat.splitter import can_trace_all, example, operator_name
-from thunder_cg.compat.torch import any_autocast_enabled
+from thunder_cg.compat.fx import example, operator_name
+from thunder_cg.compat.settings import any_autocast_enabled
+from thunder_cg.compat.splitter import can_trace_all
 from thunder_cg.dynamo.constants import is_size, size_at, write_out
 from thunder_cg.dynamo.in_place import compute_out_of_place
 from thunder_cg.dynamo.nodes import return_first_alone

@@ -11,8 +11,9 @@ import torch
 from torch.fx import Node
 from torch.nn import functional as F
 
+from thunder_cg.compat.fx import example, numpy_name, operator_name
 from thunder_cg.compat.operators import parameters_of
-from thunder_cg.compat.splitter import example, is_for_splitter, numpy_name, operator_name
+from thunder_cg.compat.splitter import is_for_splitter
 from thunder_cg.dynamo import operators
 from thunder_cg.dynamo.fallbacks import returns_cpu_scalar
 from thunder_cg.dynamo.layouts import fixed_stride, layout_counts

@@ -12,10 +12,9 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from thunder_cg.compat.splitter import (
+from thunder_cg.compat.fx import (
     example,
     fixed_float,
-    for_splitter,
     is_of_array,
     known_constant,
     numpy_name,
@@ -24,7 +23,8 @@ from thunder_cg.compat.splitter import (
     symbols_in,
     symbols_of_sizes,
 )
-from thunder_cg.compat.torch import tree_leaves
+from thunder_cg.compat.splitter import for_splitter
+from thunder_cg.compat.tensors import tree_leaves
 from thunder_cg.dynamo.nodes import call_before, call_instead, is_number, replace, result_of
 from thunder_cg.dynamo.writes import shares_memory, written_by
 

@@ -20,28 +20,25 @@ from torch.nn import functional as F
 from thunder_cg.analysis import rules
 from thunder_cg.analysis.advice import NUMBER_OF_DYNAMO
 from thunder_cg.analysis.rules import Reason
-from thunder_cg.compat.splitter import (
+from thunder_cg.compat.fx import (
     GET_DATA,
     checkpoints,
     depends_on_autocast,
     example,
-    fallback_of,
     inside_transforms,
     is_collective,
-    is_for_splitter,
     is_of_array,
     is_of_transform,
-    is_traced,
     is_unused,
-    loses_wait,
     numpy_name,
     operator_name,
     reads_values,
     trains_on_dtensors,
     without_gradient,
 )
+from thunder_cg.compat.splitter import fallback_of, is_for_splitter, is_traced, loses_wait
+from thunder_cg.compat.tensors import has_storage, is_wrapper, shares_storage, tensors_in, tree_leaves
 from thunder_cg.compat.thunder import is_known_view, symbols_of_functions
-from thunder_cg.compat.torch import has_storage, is_wrapper, shares_storage, tensors_in, tree_leaves
 from thunder_cg.dynamo.layouts import layout_counts, reads_by_strides
 from thunder_cg.dynamo.nodes import argument
 from thunder_cg.dynamo.writes import (

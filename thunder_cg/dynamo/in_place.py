@@ -13,9 +13,10 @@ import torch
 from torch.fx import Graph, Node
 from torch.nn import functional as F
 
-from thunder_cg.compat.splitter import example, is_supported
+from thunder_cg.compat.fx import example
+from thunder_cg.compat.splitter import is_supported
+from thunder_cg.compat.tensors import shares_storage
 from thunder_cg.compat.thunder import symbols_of_functions
-from thunder_cg.compat.torch import shares_storage
 from thunder_cg.dynamo import operators
 from thunder_cg.dynamo.nodes import call_before, call_instead, later, result_of, use_later
 from thunder_cg.dynamo.writes import IN_PLACE, is_named_in_place, requires_grad, untracked_writes

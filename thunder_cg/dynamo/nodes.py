@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
-from thunder_cg.compat.splitter import example, on_examples
+from thunder_cg.compat.fx import example, on_examples
 
 
 def is_number(node: Node) -> bool:

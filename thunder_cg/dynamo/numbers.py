@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from thunder_cg.compat.dynamo_scope import specialize
-from thunder_cg.compat.splitter import compute_again, operator_name
+from thunder_cg.compat.fx import compute_again, operator_name
 from thunder_cg.dynamo.nodes import is_number
 from thunder_cg.dynamo.writes import IN_PLACE
 

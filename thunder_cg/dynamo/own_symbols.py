@@ -10,18 +10,11 @@ from torch.nn import functional as F
 
 from thunder_cg.analysis.sources import called_from, user_frames
 from thunder_cg.compat.distributed import has_gradient
+from thunder_cg.compat.fx import depends_on_autocast, example, is_unused, is_wait, operator_name
 from thunder_cg.compat.operators import library_name
-from thunder_cg.compat.splitter import (
-    can_trace,
-    depends_on_autocast,
-    example,
-    is_supported,
-    is_unused,
-    is_wait,
-    operator_name,
-)
+from thunder_cg.compat.splitter import can_trace, is_supported
+from thunder_cg.compat.tensors import tree_leaves
 from thunder_cg.compat.thunder import LOST_GRADIENT
-from thunder_cg.compat.torch import tree_leaves
 from thunder_cg.dynamo import operators
 from thunder_cg.dynamo.fallbacks import has_another_derivative, returns_cpu_scalar
 from thunder_cg.dynamo.nodes import argument, arguments, call_instead, return_first_alone

@@ -18,6 +18,19 @@ from torch.fx import Graph, GraphModule, Node
 
 from thunder_cg.analysis import rules
 from thunder_cg.analysis.sources import called_from, described, user_frames
+from thunder_cg.compat.fx import (
+    APART,
+    JOINED,
+    SeenNode,
+    at_sizes,
+    example,
+    is_of_unknown_size,
+    is_read_number,
+    modes_of,
+    operator_name,
+    sizes_beside,
+    sizes_of,
+)
 from thunder_cg.compat.inductor import (
     RETURNS_VIEW,
     OneWay,
@@ -27,23 +40,9 @@ from thunder_cg.compat.inductor import (
     is_called_as_it_is,
     name_of_kernel,
 )
-from thunder_cg.compat.splitter import (
-    APART,
-    JOINED,
-    SeenNode,
-    at_sizes,
-    example,
-    fake_arguments,
-    for_splitter,
-    is_of_unknown_size,
-    is_read_number,
-    modes_of,
-    operator_name,
-    sizes_beside,
-    sizes_of,
-)
+from thunder_cg.compat.splitter import fake_arguments, for_splitter
+from thunder_cg.compat.tensors import autograd_base, has_storage, is_wrapper, shares_storage, tree_leaves
 from thunder_cg.compat.thunder import call_untraced, outside_of_autograd, symbol_of_function, with_derivative
-from thunder_cg.compat.torch import autograd_base, has_storage, is_wrapper, shares_storage, tree_leaves
 from thunder_cg.dynamo.layouts import is_refused_lstm
 from thunder_cg.dynamo.operators import executor, in_layout
 from thunder_cg.dynamo.writes import requires_grad, shares_memory, written_by

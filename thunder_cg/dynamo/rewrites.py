@@ -10,18 +10,17 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.nn import functional as F
 
-from thunder_cg.compat.splitter import (
+from thunder_cg.compat.fx import (
     GET_DATA,
     checkpoints,
     compute_without_gradient,
     example,
     inside_transforms,
     is_collective,
-    is_differentiable,
-    is_supported,
     without_gradient,
 )
-from thunder_cg.compat.torch import tensors_in, tree_leaves
+from thunder_cg.compat.splitter import is_differentiable, is_supported
+from thunder_cg.compat.tensors import tensors_in, tree_leaves
 from thunder_cg.dynamo import autograd_functions, calls, constants, in_place, own_symbols
 from thunder_cg.dynamo.layouts import LIKE, lay_out_before_strides, make_as_laid_out
 from thunder_cg.dynamo.nodes import call_instead, replace

@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from thunder_cg.compat.fx import example, operator_name, without_gradient
 from thunder_cg.compat.operators import mutated
-from thunder_cg.compat.splitter import example, operator_name, without_gradient
-from thunder_cg.compat.torch import has_storage, shares_storage, storage_id, tensors_in
+from thunder_cg.compat.tensors import has_storage, shares_storage, storage_id, tensors_in
 
 # Operators of Python's that write to their first argument, and those that compute what they write.
 IN_PLACE = {

@@ -34,14 +34,14 @@ from typing import Any
 
 import torch
 
-from thunder_cg.compat.cuda import current_raw_stream
-from thunder_cg.compat.torch import (
+from thunder_cg.compat.autograd import (
     engine_will_execute,
     gradient_node,
     has_accumulate_hooks,
     hooks_of_node,
     registered_hooks,
 )
+from thunder_cg.compat.cuda import current_raw_stream
 from thunder_cg.runtime.tensors import address_if_any
 
 _NO_HOOKS = "thunder_cg"  # in a node's metadata: how many hooks had been registered when the node had none

@@ -7,8 +7,8 @@ from functools import cached_property
 from typing import Any
 
 from thunder_cg.analysis.ops import computing
+from thunder_cg.compat.settings import any_autocast_enabled
 from thunder_cg.compat.thunder import CacheEntry, PrimIDs, Proxy, TraceCtx, no_autocast, tree_flatten
-from thunder_cg.compat.torch import any_autocast_enabled
 from thunder_cg.errors import ReplayRefused
 from thunder_cg.executor import executor
 from thunder_cg.fastpath.guard import PrologueGuard

@@ -22,14 +22,14 @@ from thunder_cg.compat.compiled import (
     original_module,
     set_dispatch,
 )
-from thunder_cg.compat.thunder import CacheEntry, ThunderModule, current_trace
-from thunder_cg.compat.torch import (
+from thunder_cg.compat.settings import (
     dispatch_mode_count,
     function_mode_count,
     functorch_is_active,
     is_below_autograd,
     is_traced,
 )
+from thunder_cg.compat.thunder import CacheEntry, ThunderModule, current_trace
 from thunder_cg.fastpath.accumulate import nodes_of
 from thunder_cg.fastpath.compiled import Compiled, MetadataGuard
 from thunder_cg.fastpath.guard import PrologueGuard

@@ -18,8 +18,9 @@ from thunder_cg.compat.compiled import (
     original_module,
 )
 from thunder_cg.compat.containers import CONSTANTS, check_group, check_length
+from thunder_cg.compat.guards import module_dictionaries
+from thunder_cg.compat.settings import without_torch_functions
 from thunder_cg.compat.thunder import BoundSymbol, PrimIDs, ThunderModule, from_trace, prims, tracectx, tree_flatten
-from thunder_cg.compat.torch import module_dictionaries, without_torch_functions
 from thunder_cg.executor import executor
 from thunder_cg.fastpath.prologue import Lookup, Metadata, PrologueChecks, unused_name
 from thunder_cg.fastpath.state import MISS, AttributeGuard, GlobalStateGuard, ParameterCache, Unsupported, getter

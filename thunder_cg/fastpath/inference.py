@@ -18,15 +18,10 @@ from itertools import starmap
 from typing import Any
 
 from thunder_cg.compat.cuda import current_device
+from thunder_cg.compat.guards import addresses_equal, tensor_guards
+from thunder_cg.compat.tensors import empty_strided
 from thunder_cg.compat.thunder import CacheEntry
-from thunder_cg.compat.torch import (
-    IS_PROFILING,
-    addresses_equal,
-    empty_strided,
-    in_profile,
-    profiler_state,
-    tensor_guards,
-)
+from thunder_cg.compat.torch import IS_PROFILING, in_profile, profiler_state
 from thunder_cg.errors import ReplayRefused
 from thunder_cg.fastpath.compiled import CallResult, Compiled, MetadataGuard, OnlyRegion
 from thunder_cg.fastpath.guard import PrologueGuard

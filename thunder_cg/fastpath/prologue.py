@@ -18,8 +18,8 @@ import torch
 from thunder_cg.analysis.ops import Value
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.containers import CHECKS_OF_CONTAINERS, check_constant, essence, expected_constant
+from thunder_cg.compat.guards import TensorGuards, tensor_guards
 from thunder_cg.compat.thunder import BoundSymbol, PrimIDs, Proxy, TraceCtx, TraceProvenance, from_trace
-from thunder_cg.compat.torch import TensorGuards, tensor_guards
 from thunder_cg.executor import executor
 from thunder_cg.runtime.compilation import NAMES
 from thunder_cg.runtime.functions import unused

@@ -19,8 +19,8 @@ from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.ops import read
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.compilation import arguments_of_compilation, mark_aliases_with
+from thunder_cg.compat.tensors import has_storage, storage_id
 from thunder_cg.compat.thunder import TraceCtx, TraceProvenance, from_trace
-from thunder_cg.compat.torch import has_storage, storage_id
 from thunder_cg.errors import SharedMemoryError
 from thunder_cg.executor import executor
 from thunder_cg.fastpath.prologue import PrologueChecks, unused_name

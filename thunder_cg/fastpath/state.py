@@ -17,14 +17,10 @@ from weakref import ref
 import torch
 
 from thunder_cg.compat.compiled import module_buffers, module_cache, module_parameters, original_module
+from thunder_cg.compat.guards import dictionary_guard
+from thunder_cg.compat.settings import any_autocast_enabled, default_device_is_set
 from thunder_cg.compat.thunder import ThunderModule, dtypes, skips_grad_sync
-from thunder_cg.compat.torch import (
-    any_autocast_enabled,
-    composable_states,
-    default_device_is_set,
-    dictionary_guard,
-    fully_sharded_modules,
-)
+from thunder_cg.compat.torch import composable_states, fully_sharded_modules
 from thunder_cg.errors import ShardedModuleError
 
 _MAX_CHANGES = 64  # of what is watched; past it, it is checked at every call

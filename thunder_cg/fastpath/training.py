@@ -14,15 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from thunder_cg.analysis.undefined import undefined_too
+from thunder_cg.compat.autograd import backward_keeps_graph, function_apply, raising_if_differentiated
+from thunder_cg.compat.settings import functorch_is_active, is_below_autograd
+from thunder_cg.compat.tensors import autograd_base
 from thunder_cg.compat.thunder import CollectionProxy, PrimIDs, Proxy, TraceCtx
-from thunder_cg.compat.torch import (
-    autograd_base,
-    backward_keeps_graph,
-    function_apply,
-    functorch_is_active,
-    is_below_autograd,
-    raising_if_differentiated,
-)
 from thunder_cg.errors import NO_SECOND_DERIVATIVES, ReplayRefused
 from thunder_cg.fastpath.accumulate import Accumulators, Keeper
 from thunder_cg.fastpath.compiled import CallResult, Compiled, MetadataGuard, OnlyRegion, names_of, results_of_region

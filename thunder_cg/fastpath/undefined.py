@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from thunder_cg.analysis.undefined import undefined_too
+from thunder_cg.compat.autograd import raising_if_differentiated, register_own
 from thunder_cg.compat.compilation import connect_with
 from thunder_cg.compat.thunder import CacheEntry, connect_to_autograd
-from thunder_cg.compat.torch import raising_if_differentiated, register_own
 from thunder_cg.errors import NO_SECOND_DERIVATIVES
 from thunder_cg.runtime.program import program_of
 

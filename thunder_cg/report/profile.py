@@ -24,7 +24,7 @@ from thunder_cg.analysis.ops import Op, gradients_in
 from thunder_cg.analysis.partition import Region
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.compiled import computation_and_inputs
-from thunder_cg.compat.torch import tree_map_only
+from thunder_cg.compat.tensors import tree_map_only
 from thunder_cg.executor import executor
 from thunder_cg.report.programs import failed_calls, jitted_parts, locate, that_counts
 from thunder_cg.report.state import state_kept

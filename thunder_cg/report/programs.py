@@ -234,7 +234,7 @@ def _keeps_all(jitted: Any) -> bool:
 
 def outside_of(label: str, graph: Any) -> Iterator[Outside]:
     """What Thunder's splitter gave away of a graph, alike ones together. It may look at an operator twice."""
-    from thunder_cg.compat.splitter import APART, JOINED, SeenNode  # Dynamo is imported by now
+    from thunder_cg.compat.fx import APART, JOINED, SeenNode  # Dynamo is imported by now
 
     kinds = Counter(part.compiler.name for part in graph.submodule_to_compiled_functions.values())
     pieces = count(len(graph.thunder_compiled_fns or ()), "piece")

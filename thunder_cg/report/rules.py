@@ -10,7 +10,7 @@ from typing import Any
 
 from thunder_cg.analysis.advice import fitting
 from thunder_cg.analysis.rules import RULES, VJP, AliasedInputs, Condition, Evidence, Key, Rule, find
-from thunder_cg.compat.torch import Settings
+from thunder_cg.compat.settings import Settings
 
 _GROUPS = tuple(group for group in Settings if group not in (Settings.NONE, Settings.ALL))
 RESULTS = Path(__file__).parents[1] / "tools" / "results"  # in the repository only; a wheel has none

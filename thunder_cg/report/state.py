@@ -10,7 +10,7 @@ from typing import Any
 import thunder
 import torch
 
-from thunder_cg.compat.torch import tensors_in
+from thunder_cg.compat.tensors import tensors_in
 from thunder_cg.runtime.tensors import is_sparse
 
 

@@ -14,7 +14,8 @@ import torch
 
 from thunder_cg.analysis.segments import LEAST_SEGMENT
 from thunder_cg.compat import distributed
-from thunder_cg.compat.torch import are_held_unseen, drop_failed_backwards, storage_id, storage_use_count
+from thunder_cg.compat.autograd import drop_failed_backwards
+from thunder_cg.compat.tensors import are_held_unseen, storage_id, storage_use_count
 from thunder_cg.runtime.backend import Backend, Pool
 from thunder_cg.runtime.lent import Lent
 

@@ -14,7 +14,7 @@ from thunder_cg.analysis.compile_errors import compiler_name, to_try
 from thunder_cg.analysis.sources import SourceLine, described, line_of
 from thunder_cg.compat.compilation import compile_phase
 from thunder_cg.compat.compiled import NAME
-from thunder_cg.compat.torch import functorch_is_active
+from thunder_cg.compat.settings import functorch_is_active
 from thunder_cg.compat.torch_compile import stacks_of_generated_code
 from thunder_cg.compat.tracing import faster_tracing
 from thunder_cg.progress import Stage

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from thunder_cg.compat.torch import is_zero_tensor
+from thunder_cg.compat.tensors import is_zero_tensor
 from thunder_cg.runtime.tensors import is_whole
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from thunder_cg.compat.torch import Settings, addresses_equal, kernel_settings, tensor_guards
+from thunder_cg.compat.guards import addresses_equal, tensor_guards
+from thunder_cg.compat.settings import Settings, kernel_settings
 from thunder_cg.runtime.tensors import ALIGNMENT, address
 
 

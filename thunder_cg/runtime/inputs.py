@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from thunder_cg.compat.torch import is_zero_tensor, read_as
+from thunder_cg.compat.tensors import is_zero_tensor, read_as
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.backend import Pool
 from thunder_cg.runtime.tensors import ALIGNMENT, flat, overlaps_itself, span, view_of_storage

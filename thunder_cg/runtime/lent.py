@@ -34,7 +34,8 @@ from weakref import WeakMethod
 
 import torch
 
-from thunder_cg.compat.torch import addresses_equal, holders_of_storage, storage_id, storage_use_count
+from thunder_cg.compat.guards import addresses_equal
+from thunder_cg.compat.tensors import holders_of_storage, storage_id, storage_use_count
 from thunder_cg.runtime.backend import Pool
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from thunder_cg.compat.cuda import current_device
-from thunder_cg.compat.torch import autograd_base, empty_strided, is_view, is_zero_tensor, read_as, storage_id
+from thunder_cg.compat.tensors import autograd_base, empty_strided, is_view, is_zero_tensor, read_as, storage_id
 from thunder_cg.runtime.early_outputs import CopiedEarly
 from thunder_cg.runtime.tensors import (
     ALIGNMENT,

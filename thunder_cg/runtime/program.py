@@ -25,7 +25,7 @@ from thunder_cg.analysis.partition import PlannedTrace, Region
 from thunder_cg.analysis.rules import Reason
 from thunder_cg.analysis.sources import calling_line
 from thunder_cg.analysis.undefined import Routes
-from thunder_cg.compat.torch import backward_keeps_graph, drop_failed_backwards, in_backward
+from thunder_cg.compat.autograd import backward_keeps_graph, drop_failed_backwards, in_backward
 from thunder_cg.errors import CaptureError, RanksDiffer
 from thunder_cg.options import Options
 from thunder_cg.progress import Stage, is_shown

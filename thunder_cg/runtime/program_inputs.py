@@ -12,7 +12,8 @@ import torch
 
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.ops import Op, Ops
-from thunder_cg.compat.torch import Settings, has_storage, is_zero_tensor, kernel_settings, names_of_settings
+from thunder_cg.compat.settings import Settings, kernel_settings, names_of_settings
+from thunder_cg.compat.tensors import has_storage, is_zero_tensor
 from thunder_cg.runtime.guards import OverlapGuard
 from thunder_cg.runtime.region import RuntimeRegion
 from thunder_cg.runtime.skip_reasons import WRITTEN_LEAF

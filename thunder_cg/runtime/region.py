@@ -17,7 +17,8 @@ from thunder_cg.analysis.ops import Op
 from thunder_cg.analysis.partition import Region
 from thunder_cg.analysis.region_io import RegionIO
 from thunder_cg.analysis.sources import users_level
-from thunder_cg.compat.torch import IS_PROFILING, profiler_state, storage_id, version
+from thunder_cg.compat.tensors import storage_id, version
+from thunder_cg.compat.torch import IS_PROFILING, profiler_state
 from thunder_cg.errors import CaptureError, CaptureRefused, DisagreementWarning, RanksDiffer, ReplayRefused
 from thunder_cg.runtime import skip_reasons
 from thunder_cg.runtime.backend import sentinels

@@ -6,7 +6,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from thunder_cg.compat import torch as compat
+from thunder_cg.compat.settings import (
+    dispatch_mode_count,
+    forward_ad_level,
+    function_mode_count,
+    is_traced,
+    only_device_modes,
+    saved_tensors_hooks,
+)
 from thunder_cg.runtime.backend import Backend
 
 WATCHED = "a torch dispatch or function mode is active, which has to see each operator, and a replay shows it none"
@@ -60,20 +67,20 @@ def skip_reason(backend: Backend, *, saves: bool) -> str | None:
     """Why a call that ``saves`` tensors for a backward, or not, can replay no graph now."""
     if backend.busy():
         return IN_CAPTURE
-    if (compat.dispatch_mode_count() or compat.function_mode_count()) and is_watched():
+    if (dispatch_mode_count() or function_mode_count()) and is_watched():
         return WATCHED
-    if saves and compat.saved_tensors_hooks() is not None:  # they may keep it for longer than the graph lives
+    if saves and saved_tensors_hooks() is not None:  # they may keep it for longer than the graph lives
         return HOOKS
-    if compat.forward_ad_level() >= 0:
+    if forward_ad_level() >= 0:
         return FORWARD_AD
-    if compat.is_traced():
+    if is_traced():
         return TRACED
     return None
 
 
 def is_watched() -> bool:
     """Whether a mode of the user's, such as a counter of operations, is active. A default device is none of them."""
-    return bool(compat.dispatch_mode_count() or (compat.function_mode_count() and not compat.only_device_modes()))
+    return bool(dispatch_mode_count() or (function_mode_count() and not only_device_modes()))
 
 
 def pools_in_use(limit: int) -> str:

@@ -19,7 +19,19 @@ from typing import Any, cast
 
 import torch
 
-from thunder_cg.compat import distributed, operators, torch as compat
+from thunder_cg.compat import distributed, operators
+from thunder_cg.compat.settings import disable_dispatch_modes
+from thunder_cg.compat.tensors import (
+    has_memory,
+    has_storage,
+    is_wrapper_type,
+    is_zero_tensor,
+    storage_id,
+    tensors_in,
+    tree_leaves,
+    tree_map_only,
+)
+from thunder_cg.compat.torch import TorchDispatchMode
 from thunder_cg.compat.torch_compile import call_compiled_through
 from thunder_cg.errors import CaptureRefused, CudagraphError, ReplayRefused
 from thunder_cg.runtime.backend import (
@@ -83,7 +95,7 @@ class TapeBackend:
 
     def captured_addresses(self) -> dict[int, str]:
         recorded = ((_name_of(step), tensor) for step in _active.tape.steps for tensor in _tensors_in(step))
-        return {tensor.data_ptr(): name for name, tensor in recorded if compat.has_storage(tensor)}
+        return {tensor.data_ptr(): name for name, tensor in recorded if has_storage(tensor)}
 
     def captured_nodes(self) -> int:
         return len(_active.tape.steps)
@@ -136,7 +148,7 @@ def _tensors_in(step: _Step) -> list[torch.Tensor]:
     """The tensors that a step of the tape keeps."""
     if isinstance(step, list):
         return step
-    return [*compat.tensors_in((step.args, step.kwargs)), *(tensor for _, tensor in step.results)]
+    return [*tensors_in((step.args, step.kwargs)), *(tensor for _, tensor in step.results)]
 
 
 def _name_of(step: _Step) -> str:
@@ -148,7 +160,7 @@ def _poison(storages: Iterable[torch.UntypedStorage]) -> None:
         cast(Any, storage).fill_(0xFF)  # torch's stub of a storage lacks fill_
 
 
-class _Reuse(compat.TorchDispatchMode):
+class _Reuse(TorchDispatchMode):
     """Poisons free memory after each operator, because on a GPU any operator may get that memory."""
 
     def __init__(self, free: Sequence[torch.UntypedStorage]) -> None:
@@ -162,7 +174,7 @@ class _Reuse(compat.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(map(compat.is_wrapper_type, types)):  # they call operators with the tensors that they hold
+        if any(map(is_wrapper_type, types)):  # they call operators with the tensors that they hold
             return NotImplemented
         if torch.is_inference_mode_enabled():  # in other modes, PyTorch decomposes composite operators itself
             with operators.composite_sees_views(), self:
@@ -194,7 +206,7 @@ class _Tape(_Reuse):
 
     def copy_early(self, tensors: Tensors) -> list[torch.Tensor]:
         """Records an early copy of the tensors. Returns tensors that hold their memory."""
-        with compat.disable_dispatch_modes():
+        with disable_dispatch_modes():
             kept = [tensor.detach() for tensor in tensors]
         self.steps.append(kept)
         return kept
@@ -218,7 +230,7 @@ class _Tape(_Reuse):
 
     def record_fusion(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.may_draw = True
-        with compat.disable_dispatch_modes():
+        with disable_dispatch_modes():
             return self._record(fn, args, kwargs, writes=True, grad=False)
 
     def record_compiled(self, graph: Callable[..., Any], inputs: Sequence[Any], source: str) -> Any:
@@ -233,7 +245,7 @@ class _Tape(_Reuse):
     def _record(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, writes: bool, grad: bool
     ) -> Any:
-        inputs = compat.tensors_in((args, kwargs))
+        inputs = tensors_in((args, kwargs))
         if writes:
             for tensor in inputs:
                 at = address(tensor)
@@ -241,7 +253,7 @@ class _Tape(_Reuse):
                     self._before[at] = (tensor.untyped_storage(), tensor.untyped_storage().clone())
         # Attention has other kernels if query and key are one object, and compiled fusions guard on requires_grad.
         recorded = {id(t): t.detach().requires_grad_(t.requires_grad) for t in inputs}
-        recorded_args, recorded_kwargs = compat.tree_map_only(torch.Tensor, lambda t: recorded[id(t)], (args, kwargs))
+        recorded_args, recorded_kwargs = tree_map_only(torch.Tensor, lambda t: recorded[id(t)], (args, kwargs))
         self.is_in_call = True
         try:
             output = fn(*args, **kwargs)
@@ -259,19 +271,19 @@ class _Tape(_Reuse):
         def run(*args: Any, **kwargs: Any) -> Any:
             return distributed.run(func, args, kwargs)
 
-        recorded_args, recorded_kwargs = compat.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
+        recorded_args, recorded_kwargs = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
         output = distributed.begun(func, args, kwargs)
-        results = self._results(output, compat.tensors_in((args, kwargs)))
+        results = self._results(output, tensors_in((args, kwargs)))
         self.steps.append(_RecordedCall(run, recorded_args, recorded_kwargs, results))
         return output
 
     def _results(self, output: Any, inputs: Tensors) -> list[tuple[int, torch.Tensor]]:
         """The new tensors of an output, with the leaf where each is."""
         addresses, results = {address(t) for t in inputs}, []
-        for leaf, tensor in enumerate(compat.tree_leaves(output)):
+        for leaf, tensor in enumerate(tree_leaves(output)):
             if isinstance(tensor, torch.Tensor):
                 self._check(tensor)
-                if not compat.is_zero_tensor(tensor) and address(tensor) not in addresses:
+                if not is_zero_tensor(tensor) and address(tensor) not in addresses:
                     self._own.add(address(tensor))
                     results.append((leaf, tensor.detach()))
         return results
@@ -297,7 +309,7 @@ class _Tape(_Reuse):
             is_read = packet is _aten._local_scalar_dense
             what = "reading a tensor's value, as item() does, and bool() for a branch," if is_read else func
             raise CaptureRefused(f"{what} makes the host wait for data, which a graph cannot hold")
-        for leaf in compat.tree_leaves((args, kwargs)):
+        for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
                 self._check(leaf)
             elif isinstance(leaf, torch.Generator):
@@ -331,7 +343,7 @@ def _is_called_from_file() -> bool:
 
 def _is_meta(args: Any, kwargs: Any) -> bool:
     """Whether an operator makes a tensor without memory, or gets nothing else."""
-    tensors = compat.tensors_in((args, kwargs))
+    tensors = tensors_in((args, kwargs))
     devices = {tensor.device.type for tensor in tensors} or {torch.device(kwargs.get("device") or "cpu").type}
     return devices == {"meta"}
 
@@ -344,7 +356,7 @@ def _copied(tensors: Tensors) -> list[torch.Tensor]:
 
 def _storage_place(tensor: torch.Tensor) -> tuple[int, int]:
     """Which storage a tensor has, and the address at which that begins."""
-    return compat.storage_id(tensor), tensor.data_ptr() - int(tensor.storage_offset()) * tensor.element_size()
+    return storage_id(tensor), tensor.data_ptr() - int(tensor.storage_offset()) * tensor.element_size()
 
 
 @dataclass(eq=False)
@@ -360,14 +372,14 @@ class TapeGraph:
     nbytes: int = 0  # there is no driver
 
     def __post_init__(self) -> None:
-        leaves = [compat.tree_leaves((s.args, s.kwargs)) if isinstance(s, _RecordedCall) else [] for s in self.steps]
+        leaves = [tree_leaves((s.args, s.kwargs)) if isinstance(s, _RecordedCall) else [] for s in self.steps]
         integers = [{leaf for leaf in each if type(leaf) is int} for each in leaves]
         self._has_sentinel = [not found.isdisjoint(self.sentinels) for found in integers]
         check_sentinels(self.sentinels, set().union(*integers))
         self._is_closed = False
         kept = {id(tensor): tensor for tensor in (*self.tensors(), *self.buffers, *self.copied_out)}
-        self.uses = Counter(map(compat.storage_id, filter(compat.has_storage, kept.values())))
-        self._places = [(each, *_storage_place(each)) for each in kept.values() if compat.has_memory(each)]
+        self.uses = Counter(map(storage_id, filter(has_storage, kept.values())))
+        self._places = [(each, *_storage_place(each)) for each in kept.values() if has_memory(each)]
         _graphs.add(self)
 
     def tensors(self) -> Iterable[torch.Tensor]:
@@ -397,7 +409,7 @@ class TapeGraph:
                 # As `resize_` does it. Another tensor may have the old memory, where a GPU would read it.
                 raise ReplayRefused("a storage that it reads has other memory now")
         by_sentinel = dict(zip(self.sentinels, scalars))
-        with torch.no_grad(), operators.below_autocast(), compat.disable_dispatch_modes():
+        with torch.no_grad(), operators.below_autocast(), disable_dispatch_modes():
             _poison(self.memory_made_later().values())  # on a GPU, it may be memory that this graph used and gave back
             try:
                 copy_all(self.buffers, sources)
@@ -412,10 +424,10 @@ class TapeGraph:
                     continue
                 args, kwargs = step.args, step.kwargs
                 if has_sentinel:
-                    args, kwargs = compat.tree_map_only(int, lambda i: by_sentinel.get(i, i), (args, kwargs))
+                    args, kwargs = tree_map_only(int, lambda i: by_sentinel.get(i, i), (args, kwargs))
                 with torch.inference_mode(step.inference):
                     output = step.run(args, kwargs)
-                    leaves = compat.tree_leaves(output) if step.results else []
+                    leaves = tree_leaves(output) if step.results else []
                     for leaf, tensor in step.results:
                         _once(tensor, tensor).copy_(_once(leaves[leaf], tensor))
                 _poison(self.free)
@@ -466,7 +478,7 @@ class TapePool:
 
     def memory(self, nbytes: int) -> torch.Tensor:
         made = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        self._given.discard(compat.storage_id(made))  # of a storage that has gone
+        self._given.discard(storage_id(made))  # of a storage that has gone
         return made
 
     def warm_up(self, fn: Function, args: Sequence[Any]) -> Sequence[Any]:
@@ -515,7 +527,7 @@ class TapePool:
         return TapeGraph(tape.steps, free, buffers, targets, sentinels, later), outputs
 
     def _note_made(self, tensors: Tensors) -> None:
-        own = [tensor for tensor in tensors if compat.storage_id(tensor) not in self._given]
+        own = [tensor for tensor in tensors if storage_id(tensor) not in self._given]
         self._tensors += [(self._captures, weakref.ref(tensor)) for tensor in own]
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -526,7 +538,7 @@ class TapePool:
 
     def _note_given(self, args: Sequence[Any]) -> None:
         """What the ops are given is not the pool's to poison: another arena may have it, which is still held then."""
-        self._given = {compat.storage_id(tensor) for tensor in compat.tensors_in(args) if compat.has_storage(tensor)}
+        self._given = {storage_id(tensor) for tensor in tensors_in(args) if has_storage(tensor)}
 
     def _storages(self, captures: int = 0) -> dict[int, torch.UntypedStorage]:
         """By address: the memory that the pool has got after so many captures."""
@@ -540,7 +552,7 @@ class TapePool:
 
     def owned(self, tensors: Tensors) -> Set[int]:
         made = self._storages()
-        return {compat.storage_id(tensor) for tensor in tensors if tensor.untyped_storage().data_ptr() in made}
+        return {storage_id(tensor) for tensor in tensors if tensor.untyped_storage().data_ptr() in made}
 
     def disown(self, tensors: Tensors) -> None:
         """The CPU's allocator never hands owned memory out."""
@@ -549,11 +561,11 @@ class TapePool:
         for tensor in tensors:
             storage = tensor.untyped_storage()
             storage.resize_(storage.nbytes())  # allocates and copies
-        moved = set(map(compat.storage_id, tensors))  # so have the tensors of graphs, which are dropped with these
+        moved = set(map(storage_id, tensors))  # so have the tensors of graphs, which are dropped with these
         self._tensors = [
             (then, ref)
             for then, ref in self._tensors
-            if (alive := ref()) is not None and compat.storage_id(alive) not in moved
+            if (alive := ref()) is not None and storage_id(alive) not in moved
         ]
 
     def poison(self, spared: Tensors = ()) -> None:

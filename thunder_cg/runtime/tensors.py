@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from thunder_cg.compat.torch import copy_all_, is_zero_tensor, may_overlap_itself, read_as
+from thunder_cg.compat.tensors import copy_all_, is_zero_tensor, may_overlap_itself, read_as
 
 ALIGNMENT = 16  # bytes: kernels choose vector widths by the alignment of their operands, and so the order of a sum
 

@@ -30,7 +30,7 @@ from typing import Any
 
 from torch import nn
 
-from thunder_cg.compat.torch import dictionary_of, names_of
+from thunder_cg.compat.guards import dictionary_of, names_of
 from thunder_cg.compat.torch_compile import before_dynamo_compiles
 from thunder_cg.step.places import Place
 from thunder_cg.step.reads import GROWING, MISSING, growing, instructions, own

@@ -52,8 +52,9 @@ from thunder_cg.compat.distributed import (
     told_of_collectives,
     uncapturable,
 )
+from thunder_cg.compat.guards import variables_of
 from thunder_cg.compat.lines import is_pythons
-from thunder_cg.compat.torch import has_storage, tensors_in, variables_of
+from thunder_cg.compat.tensors import has_storage, tensors_in
 from thunder_cg.compat.torch_compile import code_before_dynamo, is_restored_by_dynamo
 from thunder_cg.errors import CaptureLater, CaptureRefused
 from thunder_cg.runtime.tensors import address_if_any, is_plain

@@ -38,16 +38,11 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from thunder_cg.compat.autograd import hooks_of
 from thunder_cg.compat.distributed import layout_of_dtensor, local_tensor, makes_dtensors, why_not_in_step
-from thunder_cg.compat.torch import (
-    OPERATORS,
-    dictionary_of,
-    has_storage,
-    hooks_of,
-    module_dictionaries,
-    names_of,
-    version,
-)
+from thunder_cg.compat.guards import dictionary_of, module_dictionaries, names_of
+from thunder_cg.compat.tensors import has_storage, version
+from thunder_cg.compat.torch import OPERATORS
 from thunder_cg.step.attributes import Names, hides_state, own_attributes, slots_of
 from thunder_cg.step.facts import ATOMS, Content, Facts, Same, fact_of
 from thunder_cg.step.places import Carried, Place, plain_copy

@@ -24,8 +24,9 @@ from torch.optim.swa_utils import AveragedModel
 from thunder_cg.analysis.advice import for_read
 from thunder_cg.analysis.rules import KEEP_ON_DEVICE
 from thunder_cg.analysis.sources import SourceLine
+from thunder_cg.compat.guards import names_of
 from thunder_cg.compat.lines import line_in_trace
-from thunder_cg.compat.torch import names_of, tensors_in
+from thunder_cg.compat.tensors import tensors_in
 from thunder_cg.step.calls import is_of_package, line_with_code
 from thunder_cg.step.facts import Atom, Facts, Same, difference, subject
 from thunder_cg.step.reads import instructions, is_installed, is_users

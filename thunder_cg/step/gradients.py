@@ -46,14 +46,13 @@ import torch
 from torch import Tensor
 
 from thunder_cg.compat.distributed import layout_of_dtensor, local_tensor
-from thunder_cg.compat.torch import (
-    addresses_equal,
+from thunder_cg.compat.guards import addresses_equal, tensor_guards
+from thunder_cg.compat.tensors import (
     has_memory,
     has_storage,
     holders_of_storage,
     storage_id,
     storage_use_count,
-    tensor_guards,
     tensor_use_count,
     version,
 )

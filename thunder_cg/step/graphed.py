@@ -18,7 +18,9 @@ from torch.optim import Optimizer
 
 from thunder_cg.analysis.sources import users_level
 from thunder_cg.compat.distributed import ProcessGroup, default_group, is_alive
-from thunder_cg.compat.torch import any_autocast_enabled, in_profile, tree_map_only
+from thunder_cg.compat.settings import any_autocast_enabled
+from thunder_cg.compat.tensors import tree_map_only
+from thunder_cg.compat.torch import in_profile
 from thunder_cg.errors import (
     CaptureLater,
     CaptureRefused,

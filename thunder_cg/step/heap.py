@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
-from thunder_cg.compat.torch import has_memory
+from thunder_cg.compat.tensors import has_memory
 from thunder_cg.step.reads import is_constant, own
 
 _MAX_HOLDERS = 5  # of one another, that are looked through for a name

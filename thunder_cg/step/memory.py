@@ -21,7 +21,8 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from thunder_cg.compat.distributed import local_tensor
-from thunder_cg.compat.torch import has_storage, making_states_in
+from thunder_cg.compat.tensors import has_storage
+from thunder_cg.compat.torch import making_states_in
 from thunder_cg.runtime.backend import Backend
 from thunder_cg.runtime.tensors import span
 from thunder_cg.step.state import StepState

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from thunder_cg.compat.distributed import local_tensor
-from thunder_cg.compat.torch import autograd_base, storage_id, storage_use_count, version
+from thunder_cg.compat.tensors import autograd_base, storage_id, storage_use_count, version
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.backend import Pool
 from thunder_cg.runtime.tensors import address, address_if_any

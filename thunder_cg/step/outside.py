@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from thunder_cg.compat.distributed import allows_implicit_replication
-from thunder_cg.compat.torch import Settings, kernel_settings, names_of_settings
+from thunder_cg.compat.settings import Settings, kernel_settings, names_of_settings
 from thunder_cg.step.facts import Content
 
 

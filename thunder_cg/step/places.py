@@ -19,14 +19,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from thunder_cg.compat.torch import (
-    dictionary_of,
-    has_storage,
-    module_dictionaries,
-    names_of,
-    tree_flatten,
-    tree_unflatten,
-)
+from thunder_cg.compat.guards import dictionary_of, module_dictionaries, names_of
+from thunder_cg.compat.tensors import has_storage, tree_flatten, tree_unflatten
 from thunder_cg.runtime.tensors import layout
 from thunder_cg.step.reads import MISSING, Path, Read, content_of_cell, may_change, own, value_of
 

@@ -41,8 +41,9 @@ import thunder
 import torch
 from torch import nn
 
+from thunder_cg.compat.guards import dictionary_of, module_dictionaries, names_of
 from thunder_cg.compat.lines import PACKAGES, is_torchs
-from thunder_cg.compat.torch import IS_PROFILING, dictionary_of, module_dictionaries, names_of
+from thunder_cg.compat.torch import IS_PROFILING
 from thunder_cg.compat.torch_compile import function_before_dynamo, is_compiled_by_dynamo
 
 

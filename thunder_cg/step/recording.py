@@ -27,14 +27,13 @@ import torch
 from torch import Tensor
 from torch.random import fork_rng
 
+from thunder_cg.compat.autograd import is_leaf
 from thunder_cg.compat.cuda import hidden_capture, is_of_capture
 from thunder_cg.compat.distributed import ProcessGroup, local_tensor
-from thunder_cg.compat.torch import (
-    Settings,
+from thunder_cg.compat.settings import Settings, kernel_settings
+from thunder_cg.compat.tensors import (
     has_storage,
-    is_leaf,
     is_zero_tensor,
-    kernel_settings,
     keystr,
     tree_flatten,
     tree_flatten_with_path,

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thunder_cg.compat.torch import default_device_is_set, dictionary_of, names_of
+from thunder_cg.compat.guards import dictionary_of, names_of
+from thunder_cg.compat.settings import default_device_is_set
 from thunder_cg.step.attributes import slots_of
 from thunder_cg.step.places import Place, places_of, plain_copy
 from thunder_cg.step.reads import MISSING, Path, chains, may_change

@@ -22,21 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from thunder_cg.compat.autograd import global_hooks, hooks_of, registered_hooks
 from thunder_cg.compat.distributed import local_tensor
-from thunder_cg.compat.torch import (
-    addresses_equal,
-    attribute_guard,
-    global_hooks,
-    has_storage,
-    hooks_of,
-    inside_autocast,
-    is_wrapper,
-    names_of,
-    registered_hooks,
-    storage_id,
-    tensor_guards,
-    tensors_in,
-)
+from thunder_cg.compat.guards import addresses_equal, attribute_guard, names_of, tensor_guards
+from thunder_cg.compat.settings import inside_autocast
+from thunder_cg.compat.tensors import has_storage, is_wrapper, storage_id, tensors_in
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.tensors import has_history, layout, same_tensors
 from thunder_cg.step.attributes import Attributes, Names, only_sets, own_attributes

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, UntypedStorage
 
-from thunder_cg.compat.torch import has_storage, holders_of_storage, storage_id, storage_use_count, tensor_use_count
+from thunder_cg.compat.tensors import has_storage, holders_of_storage, storage_id, storage_use_count, tensor_use_count
 from thunder_cg.errors import CaptureLater, CaptureRefused
 from thunder_cg.runtime.backend import Backend, Pool
 from thunder_cg.runtime.inputs import CopiedInput, place

@@ -17,7 +17,7 @@ from itertools import starmap
 from operator import is_
 from typing import Any, NamedTuple
 
-from thunder_cg.compat.torch import attribute_guard, attribute_writes_are_reported, dictionary_guard
+from thunder_cg.compat.guards import attribute_guard, attribute_writes_are_reported, dictionary_guard
 from thunder_cg.step.attributes import own_attributes
 from thunder_cg.step.facts import Facts, is_equal
 from thunder_cg.step.places import plain_copy

@@ -163,7 +163,7 @@ def _fix_of(name: str, value: str) -> str:
 
 def _host() -> Iterator[Finding]:
     """The garbage collector, which frees the arenas of outputs in reference cycles, and Python itself."""
-    from thunder_cg.compat.torch import attribute_writes_are_reported
+    from thunder_cg.compat.guards import attribute_writes_are_reported
 
     enabled = "on" if gc.isenabled() else "off"
     fix = "gc.enable(): outputs in reference cycles hold memory pools of graphs until it runs"

@@ -225,7 +225,7 @@ def _train(result: Any) -> None:
     """The backward of a call, if its result requires grad."""
     import torch
 
-    from thunder_cg.compat.torch import tensors_in
+    from thunder_cg.compat.tensors import tensors_in
 
     if trained := [tensor for tensor in tensors_in(result) if tensor.requires_grad]:
         torch.autograd.backward([leaf.sum() for leaf in trained])

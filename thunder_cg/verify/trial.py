@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from thunder_cg.compat.torch import TorchDispatchMode, preserve_version_counter, read_as
+from thunder_cg.compat.tensors import preserve_version_counter, read_as
+from thunder_cg.compat.torch import TorchDispatchMode
 from thunder_cg.runtime.backend import Backend
 from thunder_cg.runtime.early_outputs import EarlyCopier
 from thunder_cg.runtime.recording import RegionGraph

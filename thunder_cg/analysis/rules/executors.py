@@ -18,7 +18,7 @@ from thunder_cg.analysis.rules.record import (
     Rule,
     rows,
 )
-from thunder_cg.compat.torch import Settings
+from thunder_cg.compat.settings import Settings
 
 EXECUTORS: Mapping[str, ExecutorRule] = {
     "nvfuser": ExecutorRule(fuses=True, kernel_scalars={"UNIFORM_PHILOX": frozenset({"seed", "offset"})}),

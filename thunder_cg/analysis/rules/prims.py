@@ -10,7 +10,7 @@ from typing import Any
 
 from thunder_cg.analysis.rules import conditions as when
 from thunder_cg.analysis.rules.record import KEEP_ON_DEVICE, AliasedInputs, Cause, Evidence, Reason, Rule, rows
-from thunder_cg.compat.torch import Settings
+from thunder_cg.compat.settings import Settings
 
 FIRST, LAST, PAIRWISE, ALL = AliasedInputs
 

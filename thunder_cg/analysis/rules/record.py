@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from thunder_cg.compat.torch import Settings
+from thunder_cg.compat.settings import Settings
 
 # Executor and id of a symbol. Prims and Thunder's own torch symbols have the executor None.
 Key = tuple[str | None, str | None]

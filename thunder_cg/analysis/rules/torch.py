@@ -25,7 +25,7 @@ from thunder_cg.analysis.rules.record import (
     Rule,
     rows,
 )
-from thunder_cg.compat.torch import Settings
+from thunder_cg.compat.settings import Settings
 
 FIRST, LAST, PAIRWISE, ALL = AliasedInputs
 MEASURED, MEASURED_ON_GPU, NOT_MEASURED, _ = Evidence

@@ -25,7 +25,8 @@ import torch
 
 from thunder_cg.analysis.segments import LEAST_SEGMENT
 from thunder_cg.compat import cuda
-from thunder_cg.compat.torch import deterministic_fill, keep_with_storage
+from thunder_cg.compat.settings import deterministic_fill
+from thunder_cg.compat.tensors import keep_with_storage
 from thunder_cg.compat.torch_compile import timing_kernels_in
 from thunder_cg.runtime.backend import CopiedOut, Function, Tensors
 from thunder_cg.runtime.cuda import copy_nodes

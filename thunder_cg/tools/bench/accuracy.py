@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from thunder_cg.compat.torch import tree_leaves
+from thunder_cg.compat.tensors import tree_leaves
 from thunder_cg.tools.bench.variants import Step, Subject, step_of
 from thunder_cg.tools.demo import same_bits
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy
 import torch
 
+from thunder_cg.compat.tensors import may_overlap_itself, read_as, storage_id, tree_flatten, tree_unflatten
 from thunder_cg.compat.thunder import torch_executor_has
-from thunder_cg.compat.torch import may_overlap_itself, read_as, storage_id, tree_flatten, tree_unflatten
 
 DRAWS = 5  # a warm-up, a capture, and three replays
 

@@ -15,8 +15,8 @@ import torch
 from thunder_cg.analysis import rules
 from thunder_cg.analysis.ops import Op
 from thunder_cg.analysis.rules import Key, Reason
+from thunder_cg.compat.tensors import tree_leaves
 from thunder_cg.compat.thunder import get_default_executors, get_executor
-from thunder_cg.compat.torch import tree_leaves
 from thunder_cg.report.programs import locate
 from thunder_cg.runtime.backend import Pool
 from thunder_cg.runtime.backends import resolve

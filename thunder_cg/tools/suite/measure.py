@@ -15,7 +15,7 @@ import thunder
 import torch
 from torch import Tensor, nn
 
-from thunder_cg.compat.torch import tree_leaves, tree_map
+from thunder_cg.compat.tensors import tree_leaves, tree_map
 from thunder_cg.report.report import Report, explain
 from thunder_cg.tools.demo import same_bits
 from thunder_cg.tools.measuring import backend_of, deterministic_algorithms, free_memory, quiet_collector

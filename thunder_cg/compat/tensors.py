@@ -1,0 +1,173 @@
+"""Private names of PyTorch about tensors: storages, memory, views, and trees of them."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import types
+from collections import Counter
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch._C._dynamo import guards as _guards
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version_counter
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass, is_traceable_wrapper_subclass_type
+from torch.utils._pytree import (
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves as _tree_leaves,
+    tree_map,
+    tree_map_only as _tree_map_only,
+    tree_unflatten,
+)
+
+from thunder_cg.compat.autograd import is_leaf
+
+# Whether the tensor is zeros without memory, as the derivative of ``torch.sgn`` is.
+is_zero_tensor: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerotensor
+# Whether autograd knows the tensor for a view of another one, and that other one; None if there is none.
+is_view: Callable[[torch.Tensor], bool] = torch.Tensor._is_view
+autograd_base: Callable[[Any], torch.Tensor | None] = attrgetter("_base")
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has one storage: sparse and MKL-DNN tensors have none, nor what a lazy module has to make."""
+    return torch._C._has_storage(tensor) and not is_lazy(tensor)
+
+
+# Whether the tensor holds others, which have the memory, such as a DTensor, also if it is a parameter.
+is_wrapper: Callable[[torch.Tensor], bool] = is_traceable_wrapper_subclass
+is_wrapper_type: Callable[[type], bool] = is_traceable_wrapper_subclass_type
+
+
+def read_as(tensor: torch.Tensor, *, conj: bool, neg: bool) -> torch.Tensor:
+    """A view that is conjugated, and negated, only when it is read. The same once more undoes it."""
+    tensor = tensor.conj() if conj else tensor
+    return tensor._neg_view() if neg else tensor
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory: fake tensors, wrappers and zeros without memory have a stand-in for a storage."""
+    if not has_storage(tensor) or isinstance(tensor, FakeTensor) or is_wrapper(tensor) or is_zero_tensor(tensor):
+        return False
+    try:
+        tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # what PyTorch's tracers make may be a stand-in that looks like any other tensor
+        return False
+    return True
+
+
+# How often the tensor's memory was written in place. RuntimeError for an inference tensor.
+version: Callable[[torch.Tensor], int] = attrgetter("_version")
+
+
+def may_overlap_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements may share memory. True also where PyTorch cannot tell."""
+    return bool(torch._debug_has_internal_overlap(tensor) != 0)
+
+
+def empty_strided(device_type: str) -> Callable[..., torch.Tensor]:
+    """`torch.empty_strided` on the current device of that type, without the dispatch that takes half of its time."""
+    return getattr(_guards, f"_empty_strided_{device_type}")
+
+
+# ``copy_all_(targets, sources)``, two lists or tuples: copies each source to its target in as few kernels as it can.
+copy_all_: Any = torch._foreach_copy_
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """A number that two tensors have in common if they share their storage."""
+    return tensor.untyped_storage()._cdata
+
+
+def keep_with_storage(tensor: torch.Tensor, kept: Any) -> None:
+    """Keeps an object until the last tensor of the storage has gone, in the place of what was kept so before.
+
+    The storage's object of Python is freed with the storage, and never taken for garbage before: the garbage collector
+    does not know who refers to a storage.
+    """
+    storage: Any = tensor.untyped_storage()
+    storage.kept = kept
+
+
+_LEAVES = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, types.NoneType, torch.dtype, torch.device}
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """The leaves as PyTorch's function of the name finds them, which is slow for what operators get."""
+    kind = type(tree)
+    if kind in _LEAVES:
+        return [tree]
+    if kind is tuple or kind is list or kind is dict:
+        return [leaf for each in (tree.values() if kind is dict else tree) for leaf in tree_leaves(each)]
+    return _tree_leaves(tree)
+
+
+def tree_map_only(of: Any, fn: Callable[[Any], Any], tree: Any) -> Any:
+    """The tree with ``fn`` of its leaves of a type, as from PyTorch's function of the name."""
+    kind = type(tree)
+    if kind in _LEAVES:
+        return fn(tree) if isinstance(tree, of) else tree
+    if kind is tuple or kind is list:
+        return kind([tree_map_only(of, fn, each) for each in tree])
+    if kind is dict:
+        return {name: tree_map_only(of, fn, each) for name, each in tree.items()}
+    return _tree_map_only(of, fn, tree)
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors among the leaves of a tree."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+# How many hold a tensor from C++, its object of Python included; 1 where PyTorch does not tell (before 2.11).
+tensor_use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda tensor: 1)
+
+
+# How many tensors have the storage with this `storage_id`, its object of Python included.
+storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+
+
+def holders_of_storage(storage: torch.UntypedStorage) -> int:
+    """How many tensors have a storage, and how many besides a variable of the caller refer to its object of Python."""
+    tensors = storage_use_count(storage._cdata) - 1
+    return tensors + sys.getrefcount(storage) - _references[tensors > 0]
+
+
+# Those that are always there, without tensors and with some, as of a call in Python; since torch 2.11 of C++, too.
+_references, _storage = {False: 0, True: 0}, torch.UntypedStorage(0)
+_references[False] = holders_of_storage(_storage)
+_tensor = torch.empty(0, device="cpu").set_(_storage)
+_references[True] = holders_of_storage(_storage) - 1
+del _storage, _tensor
+
+
+def are_held_unseen(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether somebody in C++ holds one of these, or another tensor of its memory, besides as a gradient.
+
+    Another library does that got it through DLPack. It looks at all objects that Python's garbage collector shows. Of
+    what NumPy has, PyTorch notes that it must stay where it is.
+    """
+    if not all(tensor.untyped_storage().resizable() for tensor in tensors):
+        return True
+    homes = {*map(storage_id, tensors)}
+    gradients = [t.grad for t in _known_tensors() if is_leaf(t)]  # of which some had no object of Python
+    known = [t for t in _known_tensors() if has_memory(t) and storage_id(t) in homes]
+    uses, counts = Counter(map(id, gradients)), Counter(map(storage_id, known))
+    is_any = any(tensor_use_count(t) > 1 + uses[id(t)] for t in known)
+    return is_any or any(storage_use_count(home) > counts[home] + 1 for home in homes)  # with one object of Python
+
+
+def _known_tensors() -> list[torch.Tensor]:
+    return [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+
+
+def shares_storage(values: Any, tensor: torch.Tensor) -> bool:
+    """Whether any tensor in ``values`` shares its storage with ``tensor``."""
+    tensors = tensors_in(values)
+    return any(has_storage(other) and storage_id(other) == storage_id(tensor) for other in tensors)
