@@ -1422,6 +1422,7 @@ def test_an_arena_for_each_function(transform, device):
 
 
 @pytest.mark.parametrize("is_apart", [True, False])
+@pytest.mark.nightly_after(1)
 def test_backwards_that_share_memory(transform, device, monkeypatch, is_apart):
     """In the order of autograd and in others, with gradients of other layouts, and with a graph that is retained."""
     monkeypatch.setattr(CallMemory, "belongs_apart", lambda *_: is_apart)

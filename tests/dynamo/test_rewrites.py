@@ -803,7 +803,7 @@ def test_attention_to_nothing_on_the_cpu(kind, dropout):
 
 @pytest.mark.parametrize("dropout", DROPOUTS)
 @pytest.mark.parametrize("kind", [bool, float])
-@pytest.mark.nightly_after(2)
+@pytest.mark.nightly_after(1)
 def test_multi_head_attention_to_nothing_on_the_cpu(kind, dropout):
     model = Attention(dropout)
     masks = (torch.ones(5, 5, dtype=torch.bool).triu(1), torch.tensor([[False] * 5, [True] * 2 + [False] * 3]))

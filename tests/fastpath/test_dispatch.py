@@ -156,6 +156,7 @@ def test_traced_by_torch_jit(twins, device):
 
 
 @pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.nightly_after(1)
 def test_autocast(grad, twins, device):
     plain, graphed = twins(mlp())
     for step in range(12):

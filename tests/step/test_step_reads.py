@@ -648,6 +648,7 @@ def test_a_dictionary_that_cannot_be_copied(step_twins):
 
 
 @pytest.mark.parametrize("is_passed_on", [False, True])
+@pytest.mark.nightly_after(1)
 def test_what_a_proxy_refers_to(step_twins, is_passed_on):
     kept = Settings()
     kept.scale, proxy = 1.0, weakref.proxy(kept)

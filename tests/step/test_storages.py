@@ -113,7 +113,7 @@ def test_a_step_gives_tensors_other_memory(step_twins, make):
 
 
 @pytest.mark.parametrize("make", STEPS)
-@pytest.mark.nightly_after(4)
+@pytest.mark.nightly_after(3)
 @pytest.mark.parametrize("hold", ["a view", "a storage", "what the step keeps", "a row", "an array", "for a while"])
 def test_who_holds_the_memory_before_has_what_was_there(step_twins, make, hold):
     held = []

@@ -213,7 +213,7 @@ class Through(nn.Module):
 
 
 @pytest.mark.parametrize("where", [0, 1, 2])
-@pytest.mark.nightly_after(2)
+@pytest.mark.nightly_after(1)
 def test_regions_after_it_see_the_eager_values(planted, twins, device, where):
     """Three regions with ``.item()`` between them, and the wrong operator in one."""
     factor = [2.0]
