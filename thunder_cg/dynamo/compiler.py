@@ -26,6 +26,7 @@ from thunder_cg.compat.dynamo import (
     users_names,
 )
 from thunder_cg.compat.dynamo_scope import TensorifyScalarRestartAnalysis
+from thunder_cg.compat.fx import is_collective
 from thunder_cg.compat.lines import is_torchs
 from thunder_cg.compat.operators import library_names
 from thunder_cg.compat.splitter import keeping_fallbacks
@@ -37,7 +38,7 @@ from thunder_cg.dynamo.numbers import specialize_floats, take_out_numbers, take_
 from thunder_cg.dynamo.pieces import join_pieces
 from thunder_cg.dynamo.rewrites import rewrite
 from thunder_cg.dynamo.writes import makes_only_views, order_counts
-from thunder_cg.errors import CaptureError, OptionError, TransformConflictError
+from thunder_cg.errors import CaptureError, CudagraphError, OptionError, TransformConflictError
 from thunder_cg.options import taken_from
 from thunder_cg.progress import Stage
 from thunder_cg.report.breaks import graph_breaks
@@ -91,6 +92,10 @@ class Compiler(ThunderCompiler):
         except TensorifyScalarRestartAnalysis:
             raise
         except Exception as error:
+            # Errors of this package say what Inductor would get wrong, too, such as the gradients of collectives.
+            if isinstance(error, CudagraphError) or any(map(is_collective, as_it_was.graph.nodes)):
+                self._note_failure(error, _line_of_operator(module, str(error)))
+                raise
             problem = f"is in a graph that Thunder's splitter does not take: {described(error)}"
             try:
                 compiled = self._split(as_it_was, lambda _: problem + _APART, *inputs)
