@@ -503,9 +503,10 @@ def _rewritten(x, scale):
     return checkpoint(torch.tanh, y, use_reentrant=False) * grid * scale * torch.round(x.detach())
 
 
-def test_checkpointed_functions(backend, device):
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_checkpointed_functions(backend, device, is_reentrant):
     """All that is rewritten in a graph is in that of such a function. Thunder does not take the constant `scale`."""
-    model = Around(lambda x: checkpoint(_rewritten, x, 2.0, use_reentrant=False)).to(device)
+    model = Around(lambda x: checkpoint(_rewritten, x, 2.0, use_reentrant=is_reentrant)).to(device)
     assert one_region_each_way(trains_alike(model, lambda: torch.randn(2, 8, device=device), backend))
 
 

@@ -100,6 +100,7 @@ def _rewrite_checkpointed(call: Node, module: GraphModule, options: dict[str, An
         if not isinstance(arg, Node):
             replace(placeholder, arg)
     call.args = (function, *(arg for arg in call.args[1:] if isinstance(arg, Node)))
+    call.update_kwarg("use_reentrant", False)  # which Thunder demands; what is computed once more is the same
     for inner in checkpoints(body.graph):
         _rewrite_checkpointed(inner, body, options)
     for inner in checkpoints(body.graph):
