@@ -156,15 +156,13 @@ def are_held_unseen(tensors: Sequence[torch.Tensor]) -> bool:
     if not all(tensor.untyped_storage().resizable() for tensor in tensors):
         return True
     homes = {*map(storage_id, tensors)}
-    gradients = [t.grad for t in _known_tensors() if is_leaf(t)]  # of which some had no object of Python
-    known = [t for t in _known_tensors() if has_memory(t) and storage_id(t) in homes]
+    found = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    gradients = [gradient for t in found if is_leaf(t) and (gradient := t.grad) is not None]
+    everything = {id(t): t for t in (*found, *gradients)}.values()  # some gradients had no object of Python
+    known = [t for t in everything if has_memory(t) and storage_id(t) in homes]
     uses, counts = Counter(map(id, gradients)), Counter(map(storage_id, known))
     is_any = any(tensor_use_count(t) > 1 + uses[id(t)] for t in known)
     return is_any or any(storage_use_count(home) > counts[home] + 1 for home in homes)  # with one object of Python
-
-
-def _known_tensors() -> list[torch.Tensor]:
-    return [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
 
 
 def shares_storage(values: Any, tensor: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 from thunder_cg.runtime.tensors import has_history
 from thunder_cg.step.reads import MISSING, numbered
 
+REQUIRES_GRAD, WITH_HISTORY = " that requires grad", " with a history"  # how what is said of a tensor ends
 ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, range)
 
 
@@ -59,7 +60,7 @@ class Same:
         if value is MISSING:
             return "nothing"
         if isinstance(value, Tensor):
-            end = " with a history" if has_history(value) else " that requires grad" if self.requires_grad else ""
+            end = WITH_HISTORY if has_history(value) else REQUIRES_GRAD if self.requires_grad else ""
             return f"a tensor {tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}{end}"
         return value.__name__ if isinstance(value, type) else f"a {type(value).__name__}"
 

@@ -28,7 +28,7 @@ from thunder_cg.compat.guards import names_of
 from thunder_cg.compat.lines import line_in_trace
 from thunder_cg.compat.tensors import tensors_in
 from thunder_cg.step.calls import is_of_package, line_with_code
-from thunder_cg.step.facts import Atom, Facts, Same, difference, subject
+from thunder_cg.step.facts import REQUIRES_GRAD, WITH_HISTORY, Atom, Facts, Same, difference, subject
 from thunder_cg.step.reads import instructions, is_installed, is_users
 
 _ONCE = {
@@ -40,8 +40,6 @@ _RATE = "make the learning rate a tensor on the device, which a scheduler then w
 _CONSTANT = "keep it constant, as OneCycleLR does with cycle_momentum=False"
 _RANDOM = "draw with torch on the device"
 _OWN_GENERATOR = "leave generator= out: the graph advances PyTorch's own generator alone"
-_REQUIRES_GRAD = " that requires grad"
-_HISTORY_END = " with a history"
 _SET_BACK = "set requires_grad back in the same step, or set it outside of the step"
 _DECIDES = "let the loop decide by it, and pass what it decides as an argument, such as True"
 _LIGHTNINGS = (
@@ -141,9 +139,9 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
     if not in_step and isinstance(fact := facts.get(label), Atom) and fact.kind is int:
         return f"; {_DECIDES}; or {_IN_PLACE}"
     then, _, now = change.partition(" changed from ")[2].partition(" to ")
-    if in_step and now.endswith(_HISTORY_END):
+    if in_step and now.endswith(WITH_HISTORY):
         return "; detach it at the end of the step: a graph keeps no history"
-    if in_step and then != now and then.removesuffix(_REQUIRES_GRAD) == now.removesuffix(_REQUIRES_GRAD):
+    if in_step and then != now and then.removesuffix(REQUIRES_GRAD) == now.removesuffix(REQUIRES_GRAD):
         return f"; {_SET_BACK}"
     counted = f"; {_COUNTED}{_OF_DICTIONARY * label.endswith(']')}" * f"{then}{now}".isdigit()
     in_step_fix = _ADDS if change.startswith("len(") else _IN_STEP + counted
