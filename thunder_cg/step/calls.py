@@ -33,6 +33,7 @@ import threading
 import time
 import types
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -61,8 +62,8 @@ from thunder_cg.runtime.tensors import address_if_any, is_plain
 from thunder_cg.step.attributes import unwatched
 from thunder_cg.step.facts import ATOMS
 from thunder_cg.step.heap import known_functions
-from thunder_cg.step.reads import MISSING, Called, content_of_cell, is_constant, is_installed
-from thunder_cg.step.snapshot import Undo, undos_of, undos_of_globals
+from thunder_cg.step.reads import MISSING, Called, content_of_cell, is_constant, is_installed, sets_variables
+from thunder_cg.step.snapshot import Undo
 
 _GENERATED = ("<eval_with_key>", "thunder.")  # files with the code of graphs and traces
 _GENERATED_MODULES = "torch._inductor."  # wherever their files are
@@ -165,7 +166,7 @@ class Calls:
         of_torch: functions of PyTorch's, as their code with their globals.
         getters: functions of C, of which some return settings, and whether a logger logs.
         raised: the first method of a tensor that has raised an error, in words.
-        undos: how objects and globals of these functions get back what they had. See Note [Effects once].
+        undos: how what these functions read gets back what it held. See Note [Effects once].
         reads_gradients: whether a function that is not PyTorch's names ``grad``, and may ask whether there is one.
     """
 
@@ -186,11 +187,16 @@ class Calls:
         self.reads_gradients = False
         self.undos: list[Undo] = []
         self._thread: int | None = None  # the one that is watched; backwards run on it, too
-        self.forget_collectives()
+        self.begin(lambda _: [])
         self._callback = self._filtered()
 
-    def forget_collectives(self) -> None:
-        """Before a capture, which may be the second one of a call."""
+    def begin(self, undos_of: Callable[[Called], list[Undo]]) -> None:
+        """Before a capture, which may be the second one of a call.
+
+        Args:
+            undos_of: how what a function reads gets back what it holds.
+        """
+        self._undos_of = undos_of
         self.groups: dict[ProcessGroup, list[StepCollective]] = {}
         self.pending: dict[int, _Pending] = {}
         self.communicated: dict[int, str] = {}
@@ -425,11 +431,10 @@ class Calls:
         owner = type(owner) if id(owner) in self._new else owner  # which has what the class gives it
         variables = tuple(id(frame.f_locals.get(name, MISSING)) for name in code.co_freevars)
         if (key := (code, id(owner), variables)) not in self._ran:
-            self._ran[key] = _Ran(code, owner, variables, frame.f_globals)
+            self._ran[key] = ran = _Ran(code, owner, variables, frame.f_globals)
             with unwatched():
-                if not isinstance(owner, torch.Tensor):
-                    self.undos += undos_of(owner)
-                self.undos += undos_of_globals(code, frame.f_globals)
+                for each in ran.functions(frame.f_locals):
+                    self.undos += self._undos_of(Called(each, owner))
 
     def find_functions(self) -> None:
         """Finds the functions that have run, each with those that nobody can tell from it. Not inside of a capture."""
@@ -450,6 +455,18 @@ class _Ran(NamedTuple):
     owner: Any
     cells: tuple[int, ...]  # what it closes over, by identity: a reference would keep memory
     variables: dict[str, Any]  # global ones
+
+    def functions(self, values: Mapping[str, Any]) -> list[types.FunctionType]:
+        """Those that it may be, as it is called; one that reads the same, if that does as well and is found sooner.
+
+        Args:
+            values: of its variables.
+        """
+        code, arguments = self.code, self.code.co_varnames[: self.code.co_argcount + self.code.co_kwonlyargcount]
+        if sets_variables(code) or any(isinstance(values.get(name), (dict, list, set, deque)) for name in arguments):
+            return [*filter(self.is_of, known_functions({code}))]
+        cells = (types.CellType(values[name]) if name in values else types.CellType() for name in code.co_freevars)
+        return [types.FunctionType(code, self.variables, code.co_name, None, tuple(cells))]
 
     def is_of(self, function: types.FunctionType) -> bool:
         cells = function.__closure__ or ()

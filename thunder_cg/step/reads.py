@@ -175,7 +175,7 @@ def reads_of(fn: Callable[..., Any], modules: Iterable[nn.Module] = (), called: 
             continue
         seen.add(key)
         of_package = is_installed(function.__code__.co_filename)  # see Note [Packages]
-        for place, read in _reads_in(function, owner, id(owner) in rooted):
+        for place, read in reads_in(function, owner, id(owner) in rooted):
             value = read.get()
             if value is MISSING and of_package:
                 continue  # of which there are many
@@ -366,7 +366,7 @@ def is_constant(filename: str) -> bool:
     return filename.startswith(_CONSTANT)
 
 
-def _reads_in(function: types.FunctionType, owner: Any, is_rooted: bool) -> Iterator[tuple[Any, Read]]:
+def reads_in(function: types.FunctionType, owner: Any, is_rooted: bool = False) -> Iterator[tuple[Any, Read]]:
     """What one function reads, and where each is. Of an owner that is looked at in any case, only what is not."""
     code, variables = function.__code__, function.__globals__
     cells = dict(zip(code.co_freevars, function.__closure__ or ()))
@@ -592,6 +592,12 @@ def growing(code: types.CodeType) -> Set[int]:
         elif each.name in _LOOKUPS and each.value in _GROWS and before.name == "LOAD_ATTR":
             found.add(before.offset)
     return found
+
+
+def sets_variables(code: types.CodeType) -> bool:
+    """Whether the code, or a function in it, sets a variable of the function around it."""
+    inner = any(isinstance(each, types.CodeType) and sets_variables(each) for each in code.co_consts)
+    return inner or any(each.name == "STORE_DEREF" and each.value in code.co_freevars for each in instructions(code))
 
 
 @cache

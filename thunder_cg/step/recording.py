@@ -612,7 +612,7 @@ class StepCapture:
 
     def _attempt(self) -> StepRecording:
         state = self.state
-        self.calls.forget_collectives()
+        self.calls.begin(state.undos_of)
         state.guard_tensors(self.batch.tensors)
         _refuse_gradients(state)
         # A step that sets a generator sets it in the capture, too. Draws in a capture move no generator of CUDA.

@@ -18,7 +18,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import starmap
+from itertools import chain, starmap
 from typing import Any
 
 import torch
@@ -28,29 +28,17 @@ from thunder_cg.compat.guards import dictionary_of, names_of
 from thunder_cg.compat.settings import default_device_is_set
 from thunder_cg.step.attributes import slots_of
 from thunder_cg.step.places import Place, places_of, plain_copy
-from thunder_cg.step.reads import MISSING, Path, chains, may_change
+from thunder_cg.step.reads import MISSING, Path, may_change
 
 Undo = Callable[[], object]
 _CData: Any = ctypes.Structure.__base__
 
 
 class Snapshot:
-    """Values as they are now.
-
-    Args:
-        holders: of values: containers, objects, classes, modules, arrays, generators of random numbers.
-        paths: what names lead to.
-        tensors: where their memory is, and whether they get gradients.
-    """
+    """Values as they are now: those of `undos_of`, and settings."""
 
     def __init__(self, holders: Iterable[Any], paths: Iterable[Path], tensors: Iterable[Tensor]) -> None:
-        self._undos: list[Undo] = []
-        for each in {id(each): each for each in holders}.values():
-            self._undos += undos_of(each)
-        for place in {place.key: place for path in paths for place in places_of(path)}.values():
-            self._undos.append(partial(place.put, place.get()))
-        self._undos += map(_undo_of_tensor, tensors)
-        self._undos += starmap(_undo_of_setting, _settings())
+        self._undos: list[Undo] = [*undos_of(holders, paths, tensors), *starmap(_undo_of_setting, _settings())]
 
     def take(self, undos: list[Undo]) -> None:
         """Adds what has been noted since, which is undone first."""
@@ -63,8 +51,21 @@ class Snapshot:
             undo()
 
 
-def undos_of(value: Any) -> Iterator[Undo]:
-    """How to give a holder of values what it holds now."""
+def undos_of(holders: Iterable[Any], paths: Iterable[Path], tensors: Iterable[Tensor]) -> Iterator[Undo]:
+    """How to give them what they hold now.
+
+    Args:
+        holders: of values: containers, objects, classes, modules, arrays, generators of random numbers.
+        paths: what names lead to.
+        tensors: where their memory is, and whether they get gradients.
+    """
+    yield from chain.from_iterable(map(_undos_of_holder, {id(each): each for each in holders}.values()))
+    for place in {place.key: place for path in paths for place in places_of(path)}.values():
+        yield partial(place.put, place.get())
+    yield from map(_undo_of_tensor, tensors)
+
+
+def _undos_of_holder(value: Any) -> Iterator[Undo]:
     if isinstance(value, (type, types.ModuleType)):
         yield partial(_restore_names, value, dictionary_of(value).copy())
         return
@@ -78,14 +79,6 @@ def undos_of(value: Any) -> Iterator[Undo]:
     for slot in slots_of(type(value)) if may_change(type(value)) else ():
         place = Place(value, slot)
         yield partial(place.put, place.get())
-
-
-def undos_of_globals(code: types.CodeType, variables: dict[str, Any]) -> Iterator[Undo]:
-    """The same for the globals that the code names."""
-    for chain in chains(code):
-        if chain.scope == "global" and chain.name in variables:
-            place = Place(variables, chain.name)
-            yield partial(place.put, place.get())
 
 
 def _restore_dictionary(now: dict[Any, Any], then: dict[Any, Any]) -> None:

@@ -36,8 +36,19 @@ from thunder_cg.step.gradients import place_of
 from thunder_cg.step.other_memory import can_move
 from thunder_cg.step.outside import shared_generator
 from thunder_cg.step.places import Carried, Place, place_of_read
-from thunder_cg.step.reads import GROWING, MISSING, Called, Read, content_of_cell, is_compiled, links_of, own, reads_of
-from thunder_cg.step.snapshot import Snapshot
+from thunder_cg.step.reads import (
+    GROWING,
+    MISSING,
+    Called,
+    Read,
+    content_of_cell,
+    is_compiled,
+    links_of,
+    own,
+    reads_in,
+    reads_of,
+)
+from thunder_cg.step.snapshot import Snapshot, Undo, undos_of
 
 _MOST_LINES = 3  # of those that name a container
 
@@ -375,11 +386,28 @@ class StepState:
 
     def snapshot(self) -> Snapshot:
         """All that the step may change of it."""
+        self._undone = {*self._places, *map(id, self._holders)}
         owners = [value for read, value in self._simple if read.is_owner]
         passed_on = [each for value in self.objects for each in own_attributes(value).values()]
         lists = [*passed_on, *(value for _, value in self.lists().values())]
         lists = [each for each in lists if type(each) in GROWING]  # to which it may only append
         return Snapshot([*self._holders, *owners, *lists], self._paths, self.with_memory)
+
+    def undos_of(self, called: Called) -> list[Undo]:
+        """How what a function reads gets back what it holds now, where `snapshot` and earlier calls do not have it."""
+        reads = {place: read for place, read in reads_in(*called) if place not in self._undone}
+        collector = Collector(self._device_type, self._names, {})
+        for read in reads.values():
+            value = read.get()
+            collector.add(read.label, value.__self__ if isinstance(value, types.MethodType) else value)
+        for label, root in [*collector.roots.values()]:
+            if self._undone.isdisjoint((id(root), id(names_of(root)))):
+                collector.add_root(label, root)
+        owner = [] if called.owner is None or isinstance(called.owner, Tensor) else [called.owner]
+        holders = [each for each in (*owner, *collector.holders) if id(each) not in self._undone]
+        self._undone.update(reads, map(id, holders))
+        paths = [read.path for read in reads.values() if read.path is not None]
+        return [*undos_of(holders, paths, collector.tensors.values())]
 
     def tensors_in_holders(self) -> list[Tensor]:
         """What is in containers and objects that the state had, though they may have been replaced since."""
