@@ -427,13 +427,13 @@ class Calls:
         self._inner.update(each for each in code.co_consts if isinstance(each, types.CodeType))
         if code in self._inner:
             return
-        owner = _owner(frame, code)
+        owner, method = _owner(frame, code)
         owner = type(owner) if id(owner) in self._new else owner  # which has what the class gives it
         variables = tuple(id(frame.f_locals.get(name, MISSING)) for name in code.co_freevars)
         if (key := (code, id(owner), variables)) not in self._ran:
             self._ran[key] = ran = _Ran(code, owner, variables, frame.f_globals)
             with unwatched():
-                for each in ran.functions(frame.f_locals):
+                for each in ran.functions(frame.f_locals, method):
                     self.undos += self._undos_of(Called(each, owner))
 
     def find_functions(self) -> None:
@@ -456,13 +456,16 @@ class _Ran(NamedTuple):
     cells: tuple[int, ...]  # what it closes over, by identity: a reference would keep memory
     variables: dict[str, Any]  # global ones
 
-    def functions(self, values: Mapping[str, Any]) -> list[types.FunctionType]:
+    def functions(self, values: Mapping[str, Any], method: types.FunctionType | None) -> list[types.FunctionType]:
         """Those that it may be, as it is called; one that reads the same, if that does as well and is found sooner.
 
         Args:
             values: of its variables.
+            method: is returned if there is one.
         """
         code, arguments = self.code, self.code.co_varnames[: self.code.co_argcount + self.code.co_kwonlyargcount]
+        if (named := method or _with_code(self.variables.get(code.co_name), code)) is not None:
+            return [named]
         if sets_variables(code) or any(isinstance(values.get(name), (dict, list, set, deque)) for name in arguments):
             return [*filter(self.is_of, known_functions({code}))]
         cells = (types.CellType(values[name]) if name in values else types.CellType() for name in code.co_freevars)
@@ -546,18 +549,26 @@ def _is_called_in(frame: types.FrameType | None, module: str) -> bool:
     return False
 
 
-def _owner(frame: types.FrameType, code: types.CodeType) -> Any:
-    """What the function is bound to, an object or a class; None if it is no method."""
+def _owner(frame: types.FrameType, code: types.CodeType) -> tuple[Any, types.FunctionType | None]:
+    """What the function is bound to, an object or a class, and the function; None, twice, if it is no method."""
     if not code.co_argcount:
-        return None
+        return None, None
     first: Any = frame.f_locals.get(code.co_varnames[0])
     is_class = issubclass(type(first), type)  # isinstance() would look up an attribute
     for kind in (*type(first).__mro__, *(first.__mro__ if is_class else ())):
         member = vars(kind).get(code.co_name)
         member = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
-        if isinstance(member, types.FunctionType) and inspect.unwrap(member).__code__ is code:
-            return first
-    return None
+        if (method := _with_code(member, code)) is not None:
+            return first, method
+    return None, None
+
+
+def _with_code(value: Any, code: types.CodeType) -> types.FunctionType | None:
+    """The function that a value is or wraps, if it has the code."""
+    if not isinstance(value, types.FunctionType):
+        return None
+    function: Any = inspect.unwrap(value)
+    return function if function.__code__ is code else None
 
 
 def _nbytes(sides: Iterable[Any]) -> int:
