@@ -266,6 +266,26 @@ def test_what_a_capture_has_changed_is_undone(step_twins, kind, in_dictionary_on
     assert step.captures == 0 and max(step.in_python.values()) == 3, step.in_python
 
 
+def test_a_variable_that_a_function_counts_in_and_that_no_bytecode_names(step_twins):
+    """Who looks for the function after the call finds another number in it."""
+    count = 0
+
+    def counts():
+        nonlocal count
+        count += 1
+
+    functions = {"count": counts}
+
+    def fn(x, y):
+        functions["count"]()
+        return x * 2
+
+    step = step_twins.graphed(fn)
+    for _ in range(6):
+        step(*step_twins.batch())
+    assert count == 6 and step.replays == 3, step.in_python
+
+
 def append_to(owner, loss):
     owner.losses.append(loss)
 

@@ -433,8 +433,11 @@ class Calls:
         if (key := (code, id(owner), variables)) not in self._ran:
             self._ran[key] = ran = _Ran(code, owner, variables, frame.f_globals)
             with unwatched():
-                for each in ran.functions(frame.f_locals, method):
-                    self.undos += self._undos_of(Called(each, owner))
+                functions = [Called(each, owner) for each in ran.functions(frame.f_locals, method)]
+                if sets_variables(code):  # by which nobody could find them later
+                    self.found |= {(id(each.function), id(owner)): each for each in functions}
+                for each in functions:
+                    self.undos += self._undos_of(each)
 
     def find_functions(self) -> None:
         """Finds the functions that have run, each with those that nobody can tell from it. Not inside of a capture."""

@@ -594,10 +594,12 @@ def growing(code: types.CodeType) -> Set[int]:
     return found
 
 
+@cache
 def sets_variables(code: types.CodeType) -> bool:
     """Whether the code, or a function in it, sets a variable of the function around it."""
     inner = any(isinstance(each, types.CodeType) and sets_variables(each) for each in code.co_consts)
-    return inner or any(each.name == "STORE_DEREF" and each.value in code.co_freevars for each in instructions(code))
+    stores = (each.argval for each in dis.get_instructions(code) if each.opname == "STORE_DEREF")
+    return inner or not {*code.co_freevars}.isdisjoint(stores)
 
 
 @cache
