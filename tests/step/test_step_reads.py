@@ -1623,6 +1623,13 @@ def test_content_that_cannot_be_seen(make):
     getattr(value, "close", bool)()  # or Python 3.13 warns
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("of", [lambda module: module, lambda module: module.forward, nn.Sequential])
+def test_torchscript_keeps_its_attributes_in_c(of):
+    value = of(torch.jit.script(nn.Identity()))
+    assert "is of TorchScript, whose content is not compared before a replay" in objection_to(lambda y: value(y))
+
+
 @pytest.mark.parametrize(
     "value",
     [

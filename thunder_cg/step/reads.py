@@ -243,7 +243,7 @@ def compiled_modules(root: nn.Module) -> set[int]:
 
 def _forward_of(module: nn.Module) -> types.FunctionType | None:
     """The ``forward`` of a module, if it is the user's."""
-    forward = inspect.unwrap(type(module).forward)
+    forward: Any = inspect.unwrap(_of_class(module, "forward"))
     is_users = isinstance(forward, types.FunctionType) and not is_installed(forward.__code__.co_filename)
     return forward if is_users else None
 
