@@ -171,6 +171,7 @@ def reads_of(fn: Callable[..., Any], modules: Iterable[nn.Module] = (), called: 
             name = getattr(_function_of(bound)[0], "__name__", "partial")
             found.setdefault((id(bound), "partial"), Read(name, partial(value_of, bound, ())))
         function, owner = next_fn if isinstance(next_fn, Called) else _function_of(next_fn)
+        waiting += ((Called(each, owner), in_compiled) for each in _decorated(next_fn))
         if function is None or (key := (function.__code__, *_outside_of(function, owner), in_compiled)) in seen:
             continue
         seen.add(key)
@@ -206,6 +207,15 @@ def reads_of(fn: Callable[..., Any], modules: Iterable[nn.Module] = (), called: 
                 is_constant_name = isinstance(value, (types.ModuleType, type)) and not may_change(value)
                 found.setdefault(place, replace(read, is_code=is_constant_name or _is_function(value)))
     return _with_names(found, compiled)
+
+
+def _decorated(value: Any) -> Iterator[types.FunctionType]:
+    """The functions that `_function_of` looks through, but for those that are constant: what decorators return."""
+    value = getattr(value, "__func__", value)
+    while isinstance(value, types.FunctionType) and "__wrapped__" in vars(value):
+        if not is_constant(value.__code__.co_filename):
+            yield value
+        value = value.__wrapped__
 
 
 def _outside_of(function: types.FunctionType, owner: Any) -> Iterator[int]:
