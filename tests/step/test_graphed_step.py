@@ -1362,6 +1362,16 @@ def test_batches_that_are_views(step_twins):
     assert step.captures == 2 and step.replays >= 8, why(step)
 
 
+def test_a_batch_that_overlaps_itself_and_another_one(step_twins):
+    def run(graphed):
+        step = graphed(lambda x: x * 2)
+        same, other = torch.randn(2, 1, 4).to(step_twins.device)
+        return [step(each) for _ in range(6) for each in (same.expand(5, 4), other)], step
+
+    step = step_twins.both(run)
+    assert step.captures == 2, why(step)
+
+
 # ------------------------------------------------------------------------------------------------------------- results
 
 

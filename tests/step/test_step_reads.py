@@ -40,7 +40,7 @@ from datetime import datetime, timedelta
 from decimal import Context, Decimal, setcontext
 from enum import Enum
 from fractions import Fraction
-from functools import cached_property, lru_cache, partial, partialmethod, singledispatch
+from functools import cached_property, lru_cache, partial, partialmethod, singledispatch, wraps
 from importlib import import_module
 from operator import attrgetter, itemgetter
 from types import FunctionType, MappingProxyType, SimpleNamespace
@@ -227,6 +227,43 @@ def test_functions_that_are_called_indirectly(step_twins, kind):
     # Dynamo compiles a number that has changed as a tensor on the host, which no graph can read.
     is_read = kind == "compiled" and step_twins.device == "cpu"
     assert step.captures == (1 if is_read else 2) and step.replays >= 3, explain(step)
+
+
+def test_a_function_that_counts_in_a_variable_it_closes_over(step_twins):
+    """What it closes over is another value by the time that it is looked for."""
+
+    def run(graphed):
+        calls = 0
+
+        def count(y):
+            nonlocal calls
+            calls += 1
+            return y * calls
+
+        functions = {"f": count}
+        step = graphed(lambda y: functions["f"](y))
+        return [step(torch.ones(2, device=step_twins.device)) for _ in range(6)], step
+
+    assert step_twins.both(run).replays == 0
+
+
+def test_what_a_decorator_keeps(step_twins):
+    def run(graphed):
+        kept = []
+
+        def step(y):
+            return y * 2
+
+        @wraps(step)
+        def keeping(y):
+            kept.append(result := step(y))
+            return result.clone()
+
+        made = graphed(keeping)
+        return [*(made(torch.ones(2, device=step_twins.device)) for _ in range(6)), *kept], made
+
+    step = step_twins.both(run)
+    assert step.replays == 4, explain(step)
 
 
 def test_what_a_compiled_module_and_function_read(step_twins):
@@ -1621,6 +1658,13 @@ def test_content_that_cannot_be_seen(make):
     objection = objection_to(lambda y: y * bool([value][0]))
     assert objection.startswith("value is a ")
     getattr(value, "close", bool)()  # or Python 3.13 warns
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("of", [lambda module: module, lambda module: module.forward, nn.Sequential])
+def test_torchscript_keeps_its_attributes_in_c(of):
+    value = of(torch.jit.script(nn.Identity()))
+    assert "is of TorchScript, whose content is not compared before a replay" in objection_to(lambda y: value(y))
 
 
 @pytest.mark.parametrize(

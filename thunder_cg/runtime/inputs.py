@@ -20,14 +20,14 @@ class CopiedInput:
 
     arg: int  # its position among the region's arguments
     buffer: torch.Tensor  # the memory that the graph reads
-    is_flat: bool  # it overlaps itself, so the memory below it is copied
+    target: torch.Tensor  # the same; if it overlaps itself, the memory below it, which is copied
+
+    @property
+    def is_flat(self) -> bool:
+        return self.target is not self.buffer
 
     def source(self, args: Sequence[Any]) -> torch.Tensor:
         return flat(args[self.arg]) if self.is_flat else args[self.arg]
-
-    @property
-    def target(self) -> torch.Tensor:
-        return flat(self.buffer) if self.is_flat else self.buffer
 
 
 # Makes buffers for a region's inputs: those that are copied in, and a buffer, or None, for each argument.
@@ -64,7 +64,8 @@ def place(
             if is_zero_tensor(arg):  # products with other zeros may differ in sign
                 raise CaptureRefused(f"argument {i} is a tensor of zeros without memory")
             buffers[i] = static_buffer(pool, arg)
-            copied.append(CopiedInput(i, pool.alias(buffers[i]), overlaps_itself(arg)))
+            alias = pool.alias(buffers[i])
+            copied.append(CopiedInput(i, alias, flat(alias) if overlaps_itself(arg) else alias))
     return copied, buffers
 
 

@@ -76,6 +76,7 @@ _DEEP = "are compared before a replay; have the step name what it needs, and not
 _IMPORT = "import those that the step needs"
 _NEXT = "take the next item outside of the step, and pass it as an argument"
 _PASS = "read what the step needs of it outside of the step, and pass that"
+_SCRIPTED = torch.jit.ScriptModule, torch.ScriptModule, torch.ScriptMethod, torch.ScriptObject
 _OPAQUE = types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.CodeType, type
 
 _DEFINE: Sequence[type | types.ModuleType] = torch, Tensor, nn.Module, Optimizer, nn.functional
@@ -382,6 +383,9 @@ class Collector:
         for path, module in root.named_modules():
             self.in_compiled = id(module) in compiled
             where = f"{label}.{path}" if path else label
+            if isinstance(module, torch.jit.ScriptModule):
+                self._add(where, module, 0, ())
+                continue
             self.facts[f"type({where})"] = Same(type(module))
             self.add_class(where, module)
             self._add_forward(type(module))
@@ -465,6 +469,7 @@ _KINDS: Sequence[tuple[Callable[[Any], bool], Any]] = (
     (lambda value: value is MISSING or isinstance(value, ATOMS), Collector._add_atom),
     (_is(Tensor), Collector._add_tensor),
     (lambda value: value is sys.modules, f"leads to all modules, which are not compared before a replay; {_IMPORT}"),
+    (_is(*_SCRIPTED), f"is of TorchScript, whose content {_NOT_COMPARED}; take the Python that it was made of"),
     (_is(nn.Module, Optimizer), Collector._add_found_root),
     (_is(*CONTAINERS), Collector._add_container),
     (_is(types.ModuleType, type), Collector._add_names),

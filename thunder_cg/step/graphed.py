@@ -385,8 +385,7 @@ class GraphedStep:
         reason, fix = self._what_is_new(layout, next(iter(self._ready.get(layout, ())), None), state)
         self.fixes[reason] = fix
         whole = self._whole_state()
-        self._attributes.observe(whole.kinds, whole.compiled_kinds)
-        seen = self._attributes.seen
+        is_new, seen = self._attributes.observe(whole.kinds, whole.compiled_kinds), self._attributes.seen
         outside = states_outside(whole.device)
         python, places = PythonCall(whole, self._backend), state.places_of_tensors()
         states_apart, gradients = (
@@ -395,7 +394,7 @@ class GraphedStep:
         )
         with states_apart, gradients, self._attributes.watched(whole.objects):
             result = self._run(call, reason)
-        if is_new := self._attributes.seen != seen:
+        if is_new := is_new or self._attributes.seen != seen:
             state = whole
         moved = None if is_new else state.moved_since(places, may_move=True)
         after = state.again()

@@ -171,6 +171,7 @@ def reads_of(fn: Callable[..., Any], modules: Iterable[nn.Module] = (), called: 
             name = getattr(_function_of(bound)[0], "__name__", "partial")
             found.setdefault((id(bound), "partial"), Read(name, partial(value_of, bound, ())))
         function, owner = next_fn if isinstance(next_fn, Called) else _function_of(next_fn)
+        waiting += ((Called(each, owner), in_compiled) for each in _decorated(next_fn))
         if function is None or (key := (function.__code__, *_outside_of(function, owner), in_compiled)) in seen:
             continue
         seen.add(key)
@@ -208,6 +209,15 @@ def reads_of(fn: Callable[..., Any], modules: Iterable[nn.Module] = (), called: 
     return _with_names(found, compiled)
 
 
+def _decorated(value: Any) -> Iterator[types.FunctionType]:
+    """The functions that `_function_of` looks through, but for those that are constant: what decorators return."""
+    value = getattr(value, "__func__", value)
+    while isinstance(value, types.FunctionType) and "__wrapped__" in vars(value):
+        if not is_constant(value.__code__.co_filename):
+            yield value
+        value = value.__wrapped__
+
+
 def _outside_of(function: types.FunctionType, owner: Any) -> Iterator[int]:
     """The identities of what its code reads that another function with the code may have otherwise."""
     values = function.__globals__, function.__defaults__, function.__kwdefaults__
@@ -243,7 +253,7 @@ def compiled_modules(root: nn.Module) -> set[int]:
 
 def _forward_of(module: nn.Module) -> types.FunctionType | None:
     """The ``forward`` of a module, if it is the user's."""
-    forward = inspect.unwrap(type(module).forward)
+    forward: Any = inspect.unwrap(_of_class(module, "forward"))
     is_users = isinstance(forward, types.FunctionType) and not is_installed(forward.__code__.co_filename)
     return forward if is_users else None
 
