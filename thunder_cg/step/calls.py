@@ -444,8 +444,7 @@ class Calls:
         gc.collect()  # whose destructors a capture may not survive; without it, garbage would be found, too
         functions = known_functions({ran.code for ran in self._ran.values()})
         for ran in self._ran.values():
-            alike = [each for each in functions if each.__code__ is ran.code]
-            alike = [each for each in alike if ran.is_of(each)] or alike  # it may have set what it closes over
+            alike = [each for each in functions if ran.is_of(each)]
             if not alike and not ran.code.co_freevars:
                 alike = [types.FunctionType(ran.code, ran.variables)]
             self.found |= {(id(each), id(ran.owner)): Called(each, ran.owner) for each in alike}
@@ -477,7 +476,7 @@ class _Ran(NamedTuple):
 
     def is_of(self, function: types.FunctionType) -> bool:
         cells = function.__closure__ or ()
-        return self.cells == tuple(id(content_of_cell(cell)) for cell in cells)
+        return function.__code__ is self.code and self.cells == tuple(id(content_of_cell(cell)) for cell in cells)
 
 
 @torch.compiler.disable(recursive=False)
