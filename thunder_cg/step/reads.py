@@ -171,7 +171,7 @@ def reads_of(fn: Callable[..., Any], modules: Iterable[nn.Module] = (), called: 
             name = getattr(_function_of(bound)[0], "__name__", "partial")
             found.setdefault((id(bound), "partial"), Read(name, partial(value_of, bound, ())))
         function, owner = next_fn if isinstance(next_fn, Called) else _function_of(next_fn)
-        waiting += ((Called(each, owner), in_compiled) for each in _decorated(next_fn))
+        waiting += ((each, in_compiled) for each in _decorated(next_fn, owner))
         if function is None or (key := (function.__code__, *_outside_of(function, owner), in_compiled)) in seen:
             continue
         seen.add(key)
@@ -209,12 +209,14 @@ def reads_of(fn: Callable[..., Any], modules: Iterable[nn.Module] = (), called: 
     return _with_names(found, compiled)
 
 
-def _decorated(value: Any) -> Iterator[types.FunctionType]:
-    """The functions that `_function_of` looks through, but for those that are constant: what decorators return."""
+def _decorated(value: Any, owner: Any) -> Iterator[Called]:
+    """What decorators have returned, which `_function_of` looks through, but for functions that are constant."""
     value = getattr(value, "__func__", value)
-    while isinstance(value, types.FunctionType) and "__wrapped__" in vars(value):
-        if not is_constant(value.__code__.co_filename):
-            yield value
+    while not isinstance(value, nn.Module) and "__wrapped__" in names_of(value):
+        is_function = isinstance(value, types.FunctionType)
+        function, bound = (value, owner) if is_function else (_of_class(value, "__call__"), value)
+        if isinstance(function, types.FunctionType) and not is_constant(function.__code__.co_filename):
+            yield Called(function, bound)
         value = value.__wrapped__
 
 
