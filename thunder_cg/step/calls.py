@@ -61,8 +61,8 @@ from thunder_cg.runtime.tensors import address_if_any, is_plain
 from thunder_cg.step.attributes import unwatched
 from thunder_cg.step.facts import ATOMS
 from thunder_cg.step.heap import known_functions
-from thunder_cg.step.reads import MISSING, Called, content_of_cell, is_constant, is_installed
-from thunder_cg.step.snapshot import Undo, undos_of, undos_of_globals
+from thunder_cg.step.reads import MISSING, Called, content_of_cell, instructions, is_constant, is_installed
+from thunder_cg.step.snapshot import Undo, undos_of, undos_of_cells, undos_of_globals
 
 _GENERATED = ("<eval_with_key>", "thunder.")  # files with the code of graphs and traces
 _GENERATED_MODULES = "torch._inductor."  # wherever their files are
@@ -430,6 +430,8 @@ class Calls:
                 if not isinstance(owner, torch.Tensor):
                     self.undos += undos_of(owner)
                 self.undos += undos_of_globals(code, frame.f_globals)
+                if any(each.name == "STORE_DEREF" and each.value in code.co_freevars for each in instructions(code)):
+                    self.undos += undos_of_cells(known_functions({code}))
 
     def find_functions(self) -> None:
         """Finds the functions that have run, each with those that nobody can tell from it. Not inside of a capture."""

@@ -178,12 +178,10 @@ def reads_of(fn: Callable[..., Any], modules: Iterable[nn.Module] = (), called: 
         of_package = is_installed(function.__code__.co_filename)  # see Note [Packages]
         for place, read in _reads_in(function, owner, id(owner) in rooted):
             value = read.get()
-            if value is MISSING and of_package:
+            is_method = isinstance(value, _METHODS) and not isinstance(value.__self__, types.ModuleType)
+            if of_package and (value is MISSING or not (is_method or is_data(value))):
                 continue  # of which there are many
             read = replace(read, only_grows=read.only_grows and not in_compiled)
-            is_method = isinstance(value, _METHODS) and not isinstance(value.__self__, types.ModuleType)
-            if of_package and not is_method and not is_data(value):
-                continue
             called_function, _ = _function_of(value)
             runs = called_function is not None and not is_installed(called_function.__code__.co_filename)
             if runs or isinstance(value, nn.Module):

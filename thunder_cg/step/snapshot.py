@@ -88,6 +88,13 @@ def undos_of_globals(code: types.CodeType, variables: dict[str, Any]) -> Iterato
             yield partial(place.put, place.get())
 
 
+def undos_of_cells(functions: Iterable[types.FunctionType]) -> Iterator[Undo]:
+    """The same for the variables that functions close over."""
+    for cell in {id(cell): cell for function in functions for cell in function.__closure__ or ()}.values():
+        place = Place(cell, "")
+        yield partial(place.put, place.get())
+
+
 def _restore_dictionary(now: dict[Any, Any], then: dict[Any, Any]) -> None:
     if len(now) == len(then) and all(a is b and now[a] is then[b] for a, b in zip(now, then)):
         return
