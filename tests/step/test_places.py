@@ -236,6 +236,74 @@ def test_the_user_may_change_what_is_carried(step_twins):
     is_captured_anew_once(step_twins, run)
 
 
+def adding_to_an_attribute(kept):
+    def step(x):
+        kept.sums.mean = 0.5 * kept.sums.mean + x.mean()
+        return kept.sums.mean * 2
+
+    return step
+
+
+def adding_to_an_item(kept):
+    def step(x):
+        kept.sums["mean"] = 0.5 * kept.sums["mean"] + x.mean()
+        return kept.sums["mean"] * 2
+
+    return step
+
+
+def adding_in_a_list(kept):
+    def step(x):
+        kept.sums[0] = 0.5 * kept.sums[0] + x.mean()
+        return kept.sums[0] * 2
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("add", "make"),
+    [
+        (adding_to_an_attribute, lambda mean: SimpleNamespace(mean=mean)),
+        (adding_to_an_item, lambda mean: {"mean": mean}),
+        (adding_in_a_list, lambda mean: [mean]),
+    ],
+)
+def test_what_has_what_is_carried_may_be_replaced(step_twins, add, make):
+    """By something that looks the same, while the step goes on writing what was there before."""
+
+    def run(graphed):
+        kept = SimpleNamespace(sums=make(torch.zeros((), device=step_twins.device)))
+        step, results = graphed(add(kept)), []
+        for i in range(12):
+            if i == 6:
+                kept.sums = make(torch.ones((), device=step_twins.device))
+            results.append(step(step_twins.batch()[0]))
+        return results, step
+
+    step = step_twins.both(run)
+    assert step.replays >= 5 and step.captures == 2, step.in_python
+
+
+def test_an_object_may_get_another_dictionary(step_twins):
+    def run(graphed):
+        keepers = [Keeper(step_twins.model())]
+        keepers[0].mean = torch.zeros((), device=step_twins.device)
+
+        def keep(keeper, x):
+            keeper.mean = 0.5 * keeper.mean + x.mean()
+            return keeper.mean * 2
+
+        step, results = graphed(lambda x: keep(keepers[0], x)), []
+        for i in range(12):
+            if i == 6:
+                keepers[0].__dict__ = {**vars(keepers[0]), "mean": torch.ones((), device=step_twins.device)}
+            results.append(step(step_twins.batch()[0]))
+        return results, step
+
+    step = step_twins.both(run)
+    assert step.replays >= 5 and step.captures == 2, step.in_python
+
+
 def test_what_is_carried_in_a_list_may_be_changed(step_twins):
     def make(model):
         zeros = torch.zeros((), device=model[0].weight.device)

@@ -290,6 +290,23 @@ def append_to(owner, loss):
     owner.losses.append(loss)
 
 
+def test_what_a_function_of_a_dictionary_closes_over_is_undone(step_twins):
+    def run(graphed):
+        mean = torch.zeros((), device=step_twins.device)
+
+        def add(y):
+            nonlocal mean
+            mean = 0.5 * mean + y.mean()
+            return y * mean
+
+        functions = {"f": add}
+        step = graphed(lambda y: functions["f"](y))
+        return [step(step_twins.batch()[0]) for _ in range(8)], step
+
+    step = step_twins.both(run)
+    assert step.replays >= 3, step.in_python
+
+
 def test_what_a_capture_has_appended_to_a_list_of_an_object_is_undone(step_twins):
     """The step passes the object on, so that no bytecode names the list."""
     owner = Plain()

@@ -40,7 +40,7 @@ from datetime import datetime, timedelta
 from decimal import Context, Decimal, setcontext
 from enum import Enum
 from fractions import Fraction
-from functools import cached_property, lru_cache, partial, partialmethod, singledispatch, wraps
+from functools import cached_property, lru_cache, partial, partialmethod, singledispatch, update_wrapper, wraps
 from importlib import import_module
 from operator import attrgetter, itemgetter
 from types import FunctionType, MappingProxyType, SimpleNamespace
@@ -247,19 +247,32 @@ def test_a_function_that_counts_in_a_variable_it_closes_over(step_twins):
     assert step_twins.both(run).replays == 0
 
 
-def test_what_a_decorator_keeps(step_twins):
+class Keeping:
+    """A decorator that keeps results, as an object."""
+
+    def __init__(self, fn, kept):
+        update_wrapper(self, fn)
+        self.fn, self.kept = fn, kept
+
+    def __call__(self, y):
+        self.kept.append(result := self.fn(y))
+        return result.clone()
+
+
+def keeping(fn, kept):
+    @wraps(fn)
+    def call(y):
+        kept.append(result := fn(y))
+        return result.clone()
+
+    return call
+
+
+@pytest.mark.parametrize("decorator", [keeping, Keeping])
+def test_what_a_decorator_keeps(step_twins, decorator):
     def run(graphed):
-        kept = []
-
-        def step(y):
-            return y * 2
-
-        @wraps(step)
-        def keeping(y):
-            kept.append(result := step(y))
-            return result.clone()
-
-        made = graphed(keeping)
+        keeps = decorator(lambda y: y * 2, kept := [])
+        made = graphed(lambda y: keeps(y))
         return [*(made(torch.ones(2, device=step_twins.device)) for _ in range(6)), *kept], made
 
     step = step_twins.both(run)
@@ -1658,6 +1671,18 @@ def test_content_that_cannot_be_seen(make):
     objection = objection_to(lambda y: y * bool([value][0]))
     assert objection.startswith("value is a ")
     getattr(value, "close", bool)()  # or Python 3.13 warns
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+
+def test_a_slot_that_is_looked_up_by_its_descriptor():
+    get, settings = Slotted.scale.__get__, Slotted()
+    settings.scale = 1.0
+    for step in (lambda y: y * get(settings), lambda y: y * Slotted.scale.__get__(settings)):
+        assert "is a slot, and what objects have there is not compared before a replay" in objection_to(step)
+    assert not state_of(lambda y: weigh(settings, y)).objection
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")

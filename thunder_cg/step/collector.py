@@ -68,6 +68,7 @@ _MAX_ENUMERATIONS = 256  # members of which the facts are kept
 _NAMESPACES = types.SimpleNamespace, argparse.Namespace
 _LOCKS = type(threading.Lock()), type(threading.RLock()), threading.Condition
 _OF_MODULES = ("training", "_parameters", "_buffers", "_modules")  # that each module has in its dictionary
+_SLOT = types.MemberDescriptorType
 # Modules and packages whose classes in C are looked at, or constant.
 _KNOWN_IN_C = {*CONSTANT_PACKAGES, "builtins", "collections", "datetime", "functools", "operator", "pybind11_builtins"}
 _KNOWN_IN_C |= {"_abc", "_collections", "_ctypes", "_struct", "_thread", "re", "types", "typing", "weakref", "zoneinfo"}
@@ -194,6 +195,7 @@ class Collector:
         if (carried := Carried.of(value, self._device_type)) is None:
             return False
         self.facts[label] = carried.fact
+        self.facts[f"what {label} is in"] = Same(places[-1].holder)
         self.carried[places[-1].key] = label, places[-1], carried.fact
         return True
 
@@ -336,8 +338,9 @@ class Collector:
             where = label if each is value else f"{each.__name__} of {label}"
             counts = (lambda _: True) if is_users(each) else is_data if isinstance(each, type) else _is(*ATOMS)
             for name, member in [*names.items()]:
-                if isinstance(member, _LOCKS) and name not in self._names.get(each, ()):
-                    continue  # which others may take; one that the step takes by a name is found by that
+                is_lock = isinstance(member, _LOCKS) and name not in self._names.get(each, ())
+                if is_lock or isinstance(member, _SLOT):  # others may take a lock; what the step names is found by that
+                    continue
                 if isinstance(member, types.FunctionType) if name.startswith("__") else counts(member):
                     self.add(f"{where}.{name}", member, depth + 1)
 
@@ -475,6 +478,7 @@ _KINDS: Sequence[tuple[Callable[[Any], bool], Any]] = (
     (_is(types.ModuleType, type), Collector._add_names),
     (lambda value: isinstance(value, _FUNCTIONS) or _is_bound(value), Collector._add_function),
     (_is(*_LOCKS), "is a lock, which no replay would take; call what takes it outside of the step"),
+    (_is(_SLOT), f"is a slot, and what objects have there {_NOT_COMPARED}; name the attribute"),
     (lambda value: _referent_of(value) is not None, Collector._add_referent),
     (lambda value: _content_of(value) is not None, Collector._add_value),
     (lambda value: _is_collection(value), Collector._add_collection),

@@ -51,6 +51,12 @@ class Place:
             return cls(value, name)
         return cls(names_of(value), name, value)
 
+    def is_there(self) -> bool:
+        """Whether the owner still has this namespace: ``value.__dict__ = {}`` gives an object another one."""
+        owner = self.owner
+        own_ones = module_dictionaries(owner) if isinstance(owner, nn.Module) else (owner, names_of(owner))
+        return any(each is self.holder for each in own_ones)
+
     def get(self) -> Any:
         """The value, or `MISSING`."""
         holder = self.holder

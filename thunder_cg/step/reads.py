@@ -171,19 +171,17 @@ def reads_of(fn: Callable[..., Any], modules: Iterable[nn.Module] = (), called: 
             name = getattr(_function_of(bound)[0], "__name__", "partial")
             found.setdefault((id(bound), "partial"), Read(name, partial(value_of, bound, ())))
         function, owner = next_fn if isinstance(next_fn, Called) else _function_of(next_fn)
-        waiting += ((Called(each, owner), in_compiled) for each in _decorated(next_fn))
+        waiting += ((each, in_compiled) for each in _decorated(next_fn, owner))
         if function is None or (key := (function.__code__, *_outside_of(function, owner), in_compiled)) in seen:
             continue
         seen.add(key)
         of_package = is_installed(function.__code__.co_filename)  # see Note [Packages]
         for place, read in reads_in(function, owner, id(owner) in rooted):
             value = read.get()
-            if value is MISSING and of_package:
+            is_method = isinstance(value, _METHODS) and not isinstance(value.__self__, types.ModuleType)
+            if of_package and (value is MISSING or not (is_method or is_data(value))):
                 continue  # of which there are many
             read = replace(read, only_grows=read.only_grows and not in_compiled)
-            is_method = isinstance(value, _METHODS) and not isinstance(value.__self__, types.ModuleType)
-            if of_package and not is_method and not is_data(value):
-                continue
             called_function, _ = _function_of(value)
             runs = called_function is not None and not is_installed(called_function.__code__.co_filename)
             if runs or isinstance(value, nn.Module):
@@ -209,12 +207,14 @@ def reads_of(fn: Callable[..., Any], modules: Iterable[nn.Module] = (), called: 
     return _with_names(found, compiled)
 
 
-def _decorated(value: Any) -> Iterator[types.FunctionType]:
-    """The functions that `_function_of` looks through, but for those that are constant: what decorators return."""
+def _decorated(value: Any, owner: Any) -> Iterator[Called]:
+    """What decorators have returned, which `_function_of` looks through, but for functions that are constant."""
     value = getattr(value, "__func__", value)
-    while isinstance(value, types.FunctionType) and "__wrapped__" in vars(value):
-        if not is_constant(value.__code__.co_filename):
-            yield value
+    while not isinstance(value, nn.Module) and "__wrapped__" in names_of(value):
+        is_function = isinstance(value, types.FunctionType)
+        function, bound = (value, owner) if is_function else (_of_class(value, "__call__"), value)
+        if isinstance(function, types.FunctionType) and not is_constant(function.__code__.co_filename):
+            yield Called(function, bound)
         value = value.__wrapped__
 
 

@@ -95,6 +95,7 @@ class StepState:
         reads = [(read, read.get()) for read in self._reads(called)]
         self._places = {read.place for read, _ in reads}
         simple = Collector(device_type, self._names, carried)
+        self._lead_to: list[tuple[Read, Any]] = []  # names of what is carried, with the key of its place
         self._paths = [read.path for read, _ in reads if read.path is not None]
         self._lines = [_NamedAt.of(read, value) for read, value in reads if read.line]
         self._growing = [read for read, value in reads if _grows(read, value)]
@@ -151,8 +152,11 @@ class StepState:
 
     def _is_carried(self, read: Read, value: Any, collector: Collector) -> bool:
         """Whether what a name leads to is carried, which is checked by itself."""
-        may_be = bool(self._to_carry) and not read.is_owner
-        return may_be and collector.add_carried(read.label, value, place_of_read(read))
+        if not self._to_carry or read.is_owner:
+            return False
+        if is_carried := collector.add_carried(read.label, value, places := place_of_read(read)):
+            self._lead_to.append((read, places[-1].key))
+        return is_carried
 
     def _link(self) -> None:
         """One check in C++ of the functions and methods that names lead to, in the place of one for each."""
@@ -266,6 +270,8 @@ class StepState:
                 return False
         if not self._are_facts_same():
             return False
+        if any([place.key for place in place_of_read(read)] != [key] for read, key in self._lead_to):
+            return False
         if self._growing and any(self.facts[label] != fact for label, fact in self._facts_of_growing().items()):
             return False
         if not self.tensors:
@@ -357,7 +363,7 @@ class StepState:
 
     def carried_values(self) -> list[Carried]:
         """What is carried by now."""
-        values = (Carried.of(place.get(), self._device_type) for _, place, _ in self.carried)
+        values = (Carried.of(place.get(), self._device_type) for _, place, _ in self.carried if place.is_there())
         return [value for value in values if value is not None]
 
     def carried_tensors(self) -> list[Tensor]:
