@@ -6,7 +6,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 
@@ -81,10 +80,6 @@ class OperatorRecord:
         else:
             self.crash = failure
         self.forcing = ""
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> OperatorRecord:
-        return cls(**{**content, "task": OperatorTask(**content["task"])})
 
     def count(self, symbol: str, outcome: str, many: int = 1) -> None:
         counts = self.symbols.setdefault(symbol, {})
