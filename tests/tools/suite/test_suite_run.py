@@ -7,18 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from samples import ENVIRONMENT, SAMPLE
 
-from thunder_cg.tools.results import FOLDER
 from thunder_cg.tools.suite import run as suite_run
 from thunder_cg.tools.suite.__main__ import main
 from thunder_cg.tools.suite.results import FORWARD, TRAINING, SuiteResults, SuiteRow
 from thunder_cg.tools.suite.run import SuiteSettings, SuiteTask, measure_all, run
-from thunder_cg.tools.suite.table import BEGIN, END, markdown
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[3]
-RESULTS = str(FOLDER / "suite.json")
 
 
 def tasks(*names: str, mode: str = FORWARD, device: torch.device = CPU) -> list[SuiteTask]:
@@ -78,21 +74,10 @@ def test_command_lists_the_models(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines() == ["ViT B/16, Hugging Face", "ViT B/16, torchvision", "DiT B/2"]
 
 
-def test_command_rewrites_a_table(tmp_path: Path) -> None:
-    results, text = tmp_path / "suite.json", tmp_path / "README.md"
-    SuiteResults(ENVIRONMENT, SAMPLE).write(results)
-    text.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n", encoding="utf-8")
-    assert main(["--device", "cpu", "--json", str(results), "--table", str(text)]) == 0
-    assert text.read_text(encoding="utf-8") == f"before\n{BEGIN}\n{markdown(SAMPLE, ENVIRONMENT)}\n{END}\nafter\n"
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--only", "nothing"], "--only nothing: no model has that in its name; there are Llama 3.2 1B, 4 layers"),
-        (["--table", "README.md"], "--table needs --json FILE, the rows of the table"),
-        (["--table", "README.md", "--json", "none.json"], "--json none.json: there is no such file"),
-        (["--table", "pyproject.toml", "--json", RESULTS], f"pyproject.toml: it has no lines {BEGIN} and {END}"),
         (["--jobs", "0"], "argument --jobs: 0: give 1 or more"),
     ],
 )

@@ -16,7 +16,7 @@ from thunder_cg.tools.arguments import JOBS
 from thunder_cg.tools.results import environment
 from thunder_cg.tools.suite.measure import measure
 from thunder_cg.tools.suite.results import MODES, PACKAGES, SuiteResults, SuiteRow
-from thunder_cg.tools.suite.table import line, markdown, write_table
+from thunder_cg.tools.suite.table import line, markdown
 from thunder_cg.tools.workers import Supervisor, Workers
 
 # The packages of the models must not use the network, print warnings or start processes. CUBLAS_WORKSPACE_CONFIG makes
@@ -151,15 +151,3 @@ def _work(task: SuiteTask, supervisor: Supervisor) -> None:
     with dynamo_recompile_limit(64):  # several compiled copies share the model's code
         ready, begins = supervisor.wait_for_turn, supervisor.report
         supervisor.send_result(measure(model, task.mode, task.device, task.calls, ready, begins))
-
-
-def rewrite_table(json: Path, markdown_file: Path) -> None:
-    """Puts the table of the results in `json` between the two marks of a Markdown file.
-
-    Raises:
-        ValueError: there is no such file, or it has no marks.
-    """
-    if not json.exists():
-        raise ValueError(f"--json {json}: there is no such file; the table shows its rows")
-    results = SuiteResults.read(json)
-    write_table(markdown_file, results.rows, results.environment)
