@@ -11,13 +11,14 @@ from thunder_cg.tools.arguments import Parser, add_device, add_rows, device_of, 
 def main(argv: Sequence[str]) -> int:
     """Runs the command with these arguments. Returns 1 if the results of a model differ, else 0."""
     parser = _parser()
-    arguments = parser.parse_args(argv)
-    from thunder_cg.tools.suite.run import SuiteSettings, run  # slow, and --help needs nothing of it
+    given = parser.parse_args(argv)
+    from thunder_cg.tools.suite.catalogue import CatalogueSettings  # slow, and --help needs nothing of it
+    from thunder_cg.tools.suite.run import CATALOGUE, run
 
-    device, jobs, timeout = device_of(arguments, parser), arguments.jobs, arguments.timeout
-    settings = SuiteSettings(device, only=arguments.only, jobs=jobs, timeout=timeout, json=arguments.json)
+    device = device_of(given, parser)
+    settings = CatalogueSettings(device, CATALOGUE, given.only, given.jobs, given.timeout, given.json)
     try:
-        if arguments.list:
+        if given.list:
             print(*(model.name for model in settings.chosen()), sep="\n")
             return 0
         return run(settings)
