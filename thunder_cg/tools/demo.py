@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from thunder_cg import cudagraph_transform, explain
 from thunder_cg.progress import Progress
 from thunder_cg.tools.measuring import backend_of, deterministic_algorithms, one_thread, synchronize
-from thunder_cg.verify.compare import bits
+from thunder_cg.verify.compare import bits, same_bits
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable
@@ -342,11 +342,6 @@ def differences(plain: DemoRun, captured: DemoRun) -> list[str]:
         if x != y:
             found.append(f"character {place}: {x!r} without graphs, {y!r} with")
     return found
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Unlike in `torch.equal`, 0.0 is not -0.0, and a NaN is itself."""
-    return torch.equal(bits(a), bits(b))
 
 
 # --------------------------------------------------------------------------------------------------------------- output

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from thunder_cg.compat.tensors import tree_leaves, tree_map
 from thunder_cg.report.report import Report, explain
-from thunder_cg.tools.demo import same_bits
 from thunder_cg.tools.measuring import backend_of, deterministic_algorithms, free_memory, quiet_collector
 from thunder_cg.tools.suite.counts import fill_counts, graph_breaks
 from thunder_cg.tools.suite.models import LEARNING_RATE, SuiteModel
 from thunder_cg.tools.suite.results import FX, JIT, TRAINING, SuiteRow
 from thunder_cg.tools.workers import failure_text
 from thunder_cg.transform import cudagraph_transform
+from thunder_cg.verify.compare import same_bits
 
 STEPS = 5  # the first warms up, the second captures, the others replay, most of them on the fast path
 ROUNDS = 3  # turns of each side
