@@ -68,7 +68,7 @@ def test_step_by_hand_computes_what_pytorch_does() -> None:
 @pytest.mark.nightly
 def test_command_measures_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "results.json"
-    words = ["bench", "--gpus", "2", "--device", "cpu", "--cases", "ddp", "--calls", "1", "--json", str(file)]
+    words = ["bench", "--gpus", "2", "--device", "cpu", "--only", "ddp", "--calls", "1", "--json", str(file)]
     assert command_line.main([*words, "--variants", THUNDER, OURS]) == 0
     printed = capsys.readouterr().out
     assert "training 2 x 16 tokens, ddp**" in printed and "2 regions with" in printed and "; 0 ops eager" in printed

@@ -60,7 +60,7 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("--quick", action="store_true", help="a few small cases and calls: less than a minute")
     said = "measure the cases that have one of these in their names"
-    add("--only", "--cases", dest="names", nargs="+", default=("",), metavar="TEXT", help=said)
+    add("--only", dest="names", nargs="+", default=("",), metavar="TEXT", help=said)
     add("--variants", nargs="+", default=[], metavar="TEXT", help="the variants that have one of these in their names")
     add("--list", action="store_true", help="print the names of all cases and scaling series, and stop")
     add("--calls", type=positive, metavar="N", help="calls per turn (default: 100, with --quick 10)")
