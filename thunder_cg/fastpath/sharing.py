@@ -24,7 +24,7 @@ from thunder_cg.compat.thunder import TraceCtx, TraceProvenance, from_trace
 from thunder_cg.errors import SharedMemoryError
 from thunder_cg.executor import executor
 from thunder_cg.fastpath.prologue import PrologueChecks, unused_name
-from thunder_cg.runtime.tensors import span
+from thunder_cg.runtime.tensors import extent
 
 Layout = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, str]  # offset in bytes, sizes, strides, ...
 Group = list[tuple[int, torch.Tensor]]  # of one storage: positions among the inputs, and tensors
@@ -138,14 +138,14 @@ def are_apart(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors of one storage have no element in common. False also if that is not easily known."""
     if one.numel() == 0 or other.numel() == 0:
         return True
-    low, high = sorted((one, other), key=torch.Tensor.data_ptr)
-    if low.data_ptr() + span(low) * low.element_size() <= high.data_ptr():
+    (low, end), (high, _) = sorted(map(extent, (one, other)))
+    if end <= high:
         return True
     if one.stride() != other.stride() or one.dtype != other.dtype:
         return False
     # Columns of one matrix: the distance is no sum of steps that both can make.
     steps = sorted(((s, max(n, m) - 1) for s, n, m in zip(one.stride(), one.shape, other.shape) if s), reverse=True)
-    return not _is_sum((high.data_ptr() - low.data_ptr()) // one.element_size(), steps)
+    return not _is_sum((high - low) // one.element_size(), steps)
 
 
 def _is_sum(distance: int, steps: Sequence[tuple[int, int]]) -> bool:
