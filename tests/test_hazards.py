@@ -627,18 +627,20 @@ def test_layouts(twins, device):
 
 
 def test_lazy_conjugates(twins, device):
-    def fn(x):
-        y = (x * 2 + 1) * x
+    def fn(x, w):
+        y = (x * 2 + 1) * w
         z = y.conj()
         return z * x + y, z, x.view(-1)
 
     plain, graphed = twins(fn)
     for step in range(2 * CALLS):
         x = torch.randn(4, 4, dtype=torch.complex64, device=device)
+        w = x.conj().imag if step % 2 else x.imag  # which is negated when it is read
         x = x.conj() if step % 2 else x
-        a, b = plain(x), graphed(x)
+        a, b = plain(x, w), graphed(x, w)
         assert [t.is_conj() for t in a] == [t.is_conj() for t in b]
         same([t.resolve_conj() for t in a], [t.resolve_conj() for t in b])
+    assert replays(graphed) == 2 * (CALLS - 1)
 
 
 def test_no_inputs(twins, device):

@@ -20,14 +20,18 @@ class CopiedInput:
 
     arg: int  # its position among the region's arguments
     buffer: torch.Tensor  # the memory that the graph reads
-    is_flat: bool  # it overlaps itself, so the memory below it is copied
+    is_flat: bool  # the memory below it is copied, as it is there: it overlaps itself, or is conjugated or negated
 
     def source(self, args: Sequence[Any]) -> torch.Tensor:
-        return flat(args[self.arg]) if self.is_flat else args[self.arg]
+        return _memory(args[self.arg]) if self.is_flat else args[self.arg]
 
     @property
     def target(self) -> torch.Tensor:
-        return flat(self.buffer) if self.is_flat else self.buffer
+        return _memory(self.buffer) if self.is_flat else self.buffer
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    return flat(read_as(tensor, conj=tensor.is_conj(), neg=tensor.is_neg()))
 
 
 # Makes buffers for a region's inputs: those that are copied in, and a buffer, or None, for each argument.
@@ -44,7 +48,7 @@ def static_buffer(pool: Pool, like: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode(like.is_inference()):
         memory = pool.memory(max(1, (shift + span(like)) * item))
         buffer = view_of_storage(memory, like.dtype, shift, like.size(), like.stride())
-        return read_as(buffer, conj=like.is_conj(), neg=like.is_neg())
+        return read_as(buffer, conj=like.is_conj(), neg=like.is_neg()).data  # no view of another tensor
 
 
 def place(
@@ -64,7 +68,8 @@ def place(
             if is_zero_tensor(arg):  # products with other zeros may differ in sign
                 raise CaptureRefused(f"argument {i} is a tensor of zeros without memory")
             buffers[i] = static_buffer(pool, arg)
-            copied.append(CopiedInput(i, pool.alias(buffers[i]), overlaps_itself(arg)))
+            is_flat = overlaps_itself(arg) or arg.is_conj() or arg.is_neg()
+            copied.append(CopiedInput(i, pool.alias(buffers[i]), is_flat))
     return copied, buffers
 
 
