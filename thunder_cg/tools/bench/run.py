@@ -156,10 +156,9 @@ def measure_in_processes(tasks: Sequence[BenchmarkTask], jobs: int, progress: Pr
         progress.tick(stage, ticks)
 
     for answer in Workers(_work, tasks, jobs, TIMEOUT, on_progress=on_progress).answers():
-        if answer.final:
-            task = answer.task
-            progress.tick(f"{task.name}: done", task.ticks - ticked[task.name])
-            yield task, answer.result or [BenchmarkRow(task.name, EVERY_VARIANT, failure=answer.failure)]
+        task = answer.task
+        progress.tick(f"{task.name}: done", task.ticks - ticked[task.name])
+        yield task, answer.result or [BenchmarkRow(task.name, EVERY_VARIANT, failure=answer.failure)]
 
 
 def _work(task: BenchmarkTask, supervisor: Supervisor) -> None:

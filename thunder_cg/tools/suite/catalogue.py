@@ -114,7 +114,7 @@ def measure_all(
     """The rows as they come. One that finds no memory is measured once more after the others."""
     workers = Workers(work, tasks, jobs, timeout, environment=ENVIRONMENT)
     without_memory: set[RowTask] = set()
-    for answer in (answer for answer in workers.answers() if answer.final):
+    for answer in workers.answers():
         task, row = answer.task, answer.result or no_row(answer.task)
         row.failure = answer.failure or row.failure
         if "OutOfMemoryError" in row.failure and task not in without_memory:
