@@ -19,10 +19,10 @@ ROOT = Path(__file__).parents[3]
 
 
 def measured(
-    *names: str, mode: str = FORWARD, device: torch.device = CPU, jobs: int = 3, timeout: float = 300.0
+    *names: str, mode: str = FORWARD, device: torch.device = CPU, timeout: float = 300.0
 ) -> dict[str, SuiteRow]:
     tasks = [RowTask("suite_models", name, mode, device) for name in names]
-    return {task.model: row for task, row in measure_all(tasks, work, no_row, jobs, timeout)}
+    return {task.model: row for task, row in measure_all(tasks, work, no_row, 3, timeout)}
 
 
 @pytest.mark.nightly
