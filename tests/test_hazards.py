@@ -25,6 +25,7 @@ Every test compares with uncaptured Thunder, bit for bit.
 | what PyTorch does not allow to write is written               | test_written_leaves                    |
 | a write through one alias is not seen through the other       | test_aliased_arguments                 |
 | parts of one tensor are taken for the same part               | test_parts_of_one_tensor_as_arguments  |
+| a view of another dtype, or a conjugated one, is taken for it   | test_views_of_another_kind_as_arguments |
 | arguments that overlap are read one for the other             | test_overlapping_arguments_read        |
 | a parameter is read before an argument is written             | test_arguments_that_overlap_parameters |
 | a view of an argument is taken for one of a parameter         | test_views_that_overlap_parameters     |
@@ -509,6 +510,28 @@ def test_parts_of_one_tensor_as_arguments(twins, device):
             graphed(None, *make(base.clone()))
 
 
+def test_views_of_another_kind_as_arguments(transform, device):
+    """Of other element sizes, or conjugated when they are read."""
+
+    def fn(x, y):
+        x.mul_(2)
+        return y * 2
+
+    doubles = torch.arange(8.0, device=device, dtype=torch.float64)
+    floats, numbers = doubles.view(torch.float32), torch.view_as_complex(doubles.clone().view(4, 2))
+    jfn, swapped = (thunder.jit(each, transforms=[transform()]) for each in (fn, lambda y, x: fn(x, y)))
+    for x, y in ((floats[4:8], doubles[4:6]), (numbers, numbers), (floats[4:8], doubles[4:6]), (numbers, numbers)):
+        before, expected = x.clone(), y.clone() * 4 if x is y else y * 2
+        for result in (jfn(x, y), swapped(y, x.copy_(before))):
+            same(result, expected)
+    overlapping = (floats[4:8], doubles[:4]), (floats[2:6], doubles[2:4]), (numbers, numbers.conj())
+    for x, y in overlapping:
+        with pytest.raises(SharedMemoryError, match="two arguments overlap"):
+            jfn(x, y)
+        with pytest.raises(SharedMemoryError, match="two arguments overlap"):
+            swapped(y, x)
+
+
 @pytest.mark.parametrize(
     "make", [lambda b: b[0], lambda b: b[1], lambda b: b.t()[:3]], ids=["first", "row", "transposed"]
 )
@@ -604,18 +627,20 @@ def test_layouts(twins, device):
 
 
 def test_lazy_conjugates(twins, device):
-    def fn(x):
-        y = (x * 2 + 1) * x
+    def fn(x, w):
+        y = (x * 2 + 1) * w
         z = y.conj()
         return z * x + y, z, x.view(-1)
 
     plain, graphed = twins(fn)
     for step in range(2 * CALLS):
         x = torch.randn(4, 4, dtype=torch.complex64, device=device)
+        w = x.conj().imag if step % 2 else x.imag  # which is negated when it is read
         x = x.conj() if step % 2 else x
-        a, b = plain(x), graphed(x)
+        a, b = plain(x, w), graphed(x, w)
         assert [t.is_conj() for t in a] == [t.is_conj() for t in b]
         same([t.resolve_conj() for t in a], [t.resolve_conj() for t in b])
+    assert replays(graphed) == 2 * (CALLS - 1)
 
 
 def test_no_inputs(twins, device):

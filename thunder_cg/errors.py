@@ -73,7 +73,7 @@ class SharedMemoryError(CudagraphError, RuntimeError):
     """Two arguments have elements in common and are not the same view, and one of them is written in place."""
 
     def __init__(self, first: tuple[object, ...], other: tuple[object, ...]) -> None:
-        facts = ("offset {}, shape {} and strides {}".format(*each) for each in (first, other))
+        facts = ("offset {} bytes, shape {}, strides {} and {}{}".format(*each) for each in (first, other))
         problem = f"two arguments overlap, with {' and with '.join(facts)}, and one of them is written in place"
         what = "Thunder would read the first in the place of the other"
         super().__init__(f"{problem}; {what}; pass the whole tensor and take its parts inside, or pass a clone of one")

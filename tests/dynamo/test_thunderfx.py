@@ -20,8 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from thunder_cg import OptionError, cudagraph_transform, explain, graphed_step, thunderfx
 from thunder_cg.compat.dynamo import _condition
+from thunder_cg.compat.fx import DataDependentOutputException
 from thunder_cg.compat.guards import attribute_writes_are_reported
-from thunder_cg.compat.torch_compile import DataDependentOutputException
 from thunder_cg.errors import NotCompiledError, TransformConflictError
 
 logger = logging.getLogger("a model")
@@ -81,7 +81,7 @@ def test_layers_that_repeat_are_tried_once(backend, device, monkeypatch):
         assert not outside(compiled)
         return len(tried)
 
-    assert trials(5) == trials(2) > 0
+    assert trials(3) == trials(2) > 0
 
 
 @pytest.mark.usefixtures("cut")

@@ -61,8 +61,7 @@ def test_every_change_compiles_anew(twins, device):
     changes = [
         lambda m: m.get_parameter("0.weight").requires_grad_(False),
         lambda m: m.to(torch.float64),
-        lambda m: m.get_parameter("2.weight").requires_grad_(False),
-        lambda m: m.to(torch.float32),
+        lambda m: m.to(torch.float32),  # as before
     ]
     for change in [lambda m: None, *changes]:
         for model in (plain, graphed):
@@ -104,7 +103,7 @@ def test_calls_that_differ_where_thunder_checks_nothing(transform, device):
         *(((), {"more": more}) for more in ([a], [a, b], [])),
         *(((), {"by_name": names}) for names in ({"a": a}, {"b": a}, {"a": a, "b": b}, {"b": b, "a": a})),
         *(((), {"dtype": dtype}) for dtype in (torch.float64, torch.bfloat16)),
-        *(((), {"function": function}) for function in (torch.cos, torch.tanh, lambda t: t * 2, lambda t: t * 3)),
+        *(((), {"function": function}) for function in (torch.cos, lambda t: t * 2, lambda t: t * 3)),
         *(((), {"function": scaled(by)}) for by in (4, 5)),
     ]
     for _ in range(3):  # in the third, all replay

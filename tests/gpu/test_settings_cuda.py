@@ -11,9 +11,9 @@ import torch
 from thunder_cg.analysis import rules
 from thunder_cg.compat.settings import Settings
 from thunder_cg.compat.tensors import tree_leaves
-from thunder_cg.tools.demo import same_bits
 from thunder_cg.tools.operators.cases import cases
 from thunder_cg.tools.operators.samples import OperatorCase, Sample, seed_everything
+from thunder_cg.verify.compare import same_bits
 
 pytestmark = [
     pytest.mark.gpu,

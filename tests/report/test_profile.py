@@ -12,6 +12,7 @@ from torch import nn
 
 from thunder_cg import NotCompiledError, explain, profile, thunderfx
 from thunder_cg.report import Report
+from thunder_cg.report.state import StateBefore
 
 
 class Net(nn.Module):
@@ -96,6 +97,14 @@ def test_training_goes_on_as_if_it_had_not_been_profiled(transform, backend, dev
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     assert torch.equal(generator.get_rng_state(), state)
     torch._dynamo.reset()
+
+
+def test_what_trial_calls_write_has_its_bits_again():
+    signed, quantized = torch.tensor([0.0, -0.0]), torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.quint8)
+    state = StateBefore([signed, quantized])
+    signed.zero_(), quantized.copy_(torch.zeros(2))
+    state.restore()
+    assert signed.signbit().tolist() == [False, True] and quantized.int_repr().tolist() == [2, 2]
 
 
 def test_what_the_times_say(report: Report) -> None:

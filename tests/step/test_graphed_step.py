@@ -1178,6 +1178,15 @@ def test_arguments_that_are_nan(step_twins):
     assert step.captures == 1 and step.replays == 5, why(step)
 
 
+def test_arguments_that_are_conjugated_when_they_are_read(step_twins):
+    step = step_twins.graphed(lambda x, y: torch.view_as_real((x * y).resolve_conj()) + y.abs().sum())
+    for _ in range(5):
+        numbers = torch.randn(2, 4, dtype=torch.complex64, device=step_twins.device)
+        x, y = numbers.conj()[0], numbers.conj().imag[1]  # the latter is negated
+        same(step(x, y), torch.view_as_real((x * y).resolve_conj()) + y.abs().sum())
+    assert step.captures == 1 and step.replays == 3, why(step)
+
+
 class Rate(float):
     scale = 1.0
 

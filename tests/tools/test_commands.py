@@ -396,8 +396,6 @@ def test_a_command_whose_reader_has_gone_ends_in_silence() -> None:
         (["demo", "--device", "cpu:3"], "--device cpu:3: torch has one CPU device; give cpu"),
         (["bench", "--device", "cuda:99"], "--device cuda:99: torch "),
         (["bench", "--calls", "x"], "argument --calls: 'x' is no whole number; give 1 or more"),
-        (["bench", "--tokens", "8"], "argument --tokens: '8' is no batch and length; give two numbers, such as 2x128"),
-        (["bench", "--layers", "3"], "--layers and --tokens are for cases on several ranks; give --gpus N, too"),
         (["demo", "--parallel", "fsdp"], "--parallel fsdp is for several ranks; give --gpus N, too"),
         (["zoo"], "invalid choice: 'zoo'"),
         (["explain"], "the following arguments are required: FILE[:NAME] ("),

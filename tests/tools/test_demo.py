@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -152,12 +151,6 @@ def test_many_differences_are_cut_short(outcome: demo.DemoRun) -> None:
     lines = list(demo._verdict(other, other, demo.differences(replace(outcome, text="y" * 30), other)))
     assert "DISAGREEMENT: of 2 losses, 2 parameters and 30 characters, 30 differ with graphs from without:" in lines
     assert lines[-2:] == ["  ... and 10 more", "This is a bug in thunder_cg; please report it with the output above."]
-
-
-def test_bits_not_values_are_compared() -> None:
-    nan = torch.tensor(math.nan)
-    assert demo.same_bits(nan, nan.clone())
-    assert not demo.same_bits(torch.tensor(0.0), torch.tensor(-0.0))
 
 
 # ---------------------------------------------------------------------------------------------------- text, environment

@@ -1,8 +1,7 @@
-"""Result files: the environment, what is refused, and the journal."""
+"""Result files: the environment, and what is refused."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 
 from thunder_cg.tools.bench.results import BenchmarkResults
 from thunder_cg.tools.operators.results import OperatorResults
-from thunder_cg.tools.results import Journal, MeasuredResults, environment
+from thunder_cg.tools.results import MeasuredResults, environment
 from thunder_cg.tools.suite.results import SuiteResults
 
 ELSEWHERE = {"device": "a GPU", "driver": "1.2", "backend": "cuda", "torch": "2.11.0", "date": "2026-11-21"}
@@ -58,33 +57,11 @@ def test_environment() -> None:
     assert here["pytest"] == pytest.__version__ and "no-such-package" not in here
 
 
-def test_journal_goes_on_after_an_interruption(tmp_path: Path) -> None:
-    file = tmp_path / "journal"
-    journal = Journal(file, HERE)
-    assert [*journal.records()] == []
-    for number in range(2):
-        journal.add({"number": number})
-    with file.open("a") as text:
-        text.write('{"num')  # interrupted while it wrote
-    assert [*Journal(file, ELSEWHERE).records()] == [{"number": 0}, {"number": 1}]
-    with pytest.raises(ValueError, match=r"was measured with torch 2.11.0, here it is 2.9.0"):
-        [*Journal(file, {**HERE, "torch": "2.9.0"}).records()]
-    assert json.loads(file.read_text().splitlines()[0]) == {"environment": HERE}
-
-
-def test_journal_without_a_file_keeps_nothing() -> None:
-    journal = Journal(None, HERE)
-    journal.add({"number": 1})
-    assert [*journal.records()] == []
-
-
 def test_no_file_of_somebody_else_is_overwritten(tmp_path: Path) -> None:
     file = tmp_path / "README.md"
     file.write_text("# A project")
     for refused in (lambda: Numbers.check_writable(file), lambda: Numbers(HERE, [1]).write(file)):
         with pytest.raises(ValueError, match=r"README.md does not hold Numbers .*name another file"):
             refused()
-    with pytest.raises(ValueError, match="is no journal of an interrupted run"):
-        [*Journal(file, HERE).records()]
     assert file.read_text() == "# A project"
     Numbers.check_writable(None)

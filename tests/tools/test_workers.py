@@ -43,7 +43,6 @@ def test_what_goes_wrong_costs_its_task() -> None:
     workers = Workers(misbehave, tasks, 1, timeout=2, tasks_per_process=2, environment=environment)
     found = {}
     for answer in workers.answers():
-        assert answer.final
         found[answer.task] = answer
         if answer.task == "fine":
             workers.add(later)
@@ -115,14 +114,12 @@ def in_two_parts(task: str, supervisor: Supervisor) -> None:
 @pytest.mark.usefixtures("forked_workers")
 def test_nothing_else_is_at_work_in_a_turn() -> None:
     tasks = ["prepares", "a", "hangs", "b"]
-    answers = [*Workers(in_two_parts, tasks, 4, timeout=4).answers()]
-    assert {answer.task for answer in answers if not answer.final} == {"a", "hangs", "b"}
-    final = {answer.task: answer for answer in answers if answer.final}
-    assert [name for name, answer in final.items() if answer.failure] == ["hangs"]
-    assert final["hangs"].failure.startswith("no result within 4 s, in ")  # without the time of the others' turns
-    turns = sorted((final["a"].result, final["b"].result))
+    answers = {answer.task: answer for answer in Workers(in_two_parts, tasks, 4, timeout=4).answers()}
+    assert [name for name, answer in answers.items() if answer.failure] == ["hangs"]
+    assert answers["hangs"].failure.startswith("no result within 4 s, in ")  # without the time of the others' turns
+    turns = sorted((answers["a"].result, answers["b"].result))
     assert turns[0][1] <= turns[1][0], "one by one"
-    moments, worked = zip(*final["prepares"].result)
+    moments, worked = zip(*answers["prepares"].result)
     for begin, end in turns:
         assert not [moment for moment in moments if begin + 0.05 < moment < end]
     stood_still = (moments[-1] - moments[0]) - (worked[-1] - worked[0])

@@ -6,7 +6,7 @@ import gc
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -160,9 +160,14 @@ def are_held_unseen(tensors: Sequence[torch.Tensor]) -> bool:
     gradients = [gradient for t in found if is_leaf(t) and (gradient := t.grad) is not None]
     everything = {id(t): t for t in (*found, *gradients)}.values()  # some gradients had no object of Python
     known = [t for t in everything if has_memory(t) and storage_id(t) in homes]
-    uses, counts = Counter(map(id, gradients)), Counter(map(storage_id, known))
-    is_any = any(tensor_use_count(t) > 1 + uses[id(t)] for t in known)
-    return is_any or any(storage_use_count(home) > counts[home] + 1 for home in homes)  # with one object of Python
+    uses = Counter(map(id, gradients))
+    return any(tensor_use_count(t) > 1 + uses[id(t)] for t in known) or not has_no_other_tensors(homes, known)
+
+
+def has_no_other_tensors(homes: Iterable[int], tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether the storages with these `storage_id`s, which have objects of Python, have no tensors but these."""
+    counts = Counter(map(storage_id, tensors))
+    return all(storage_use_count(home) <= counts[home] + 1 for home in homes)  # with the object of Python
 
 
 def shares_storage(values: Any, tensor: torch.Tensor) -> bool:

@@ -19,9 +19,9 @@ import torch._inductor.exc
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.external_utils import wrap_inline
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes as disable_dispatch_modes
 
 from thunder_cg.compat.guards import names_of
+from thunder_cg.compat.settings import disable_dispatch_modes
 from thunder_cg.compat.tensors import tree_map_only
 
 # What `torch.compile` raises where it cannot compile a function, before any of it runs.
@@ -30,7 +30,6 @@ CompileError = TorchDynamoException
 TooManyLayouts = FailOnRecompileLimitHit
 # What Inductor raises where it cannot compile a graph.
 InductorError = torch._inductor.exc.InductorError
-DataDependentOutputException = torch._subclasses.fake_tensor.DataDependentOutputException
 
 
 def free_layouts() -> AbstractContextManager[None]:

@@ -15,10 +15,10 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from thunder_cg.analysis.sources import called_from, described, user_frames
-from thunder_cg.compat.fx import example, inside_transforms, is_read_number, operator_name
+from thunder_cg.compat.fx import DataDependentOutputException, example, inside_transforms, is_read_number, operator_name
 from thunder_cg.compat.settings import dispatch_mode_count
 from thunder_cg.compat.tensors import has_storage, shares_storage, tensors_in
-from thunder_cg.compat.torch_compile import DataDependentOutputException, InductorError
+from thunder_cg.compat.torch_compile import InductorError
 from thunder_cg.dynamo import operators
 from thunder_cg.dynamo.nodes import call_before, call_instead, copied
 from thunder_cg.dynamo.writes import requires_grad, shares_memory, writes_to_inputs, written_by

@@ -24,9 +24,9 @@ from thunder_cg.compat.thunder import TraceCtx, TraceProvenance, from_trace
 from thunder_cg.errors import SharedMemoryError
 from thunder_cg.executor import executor
 from thunder_cg.fastpath.prologue import PrologueChecks, unused_name
-from thunder_cg.runtime.tensors import span
+from thunder_cg.runtime.tensors import extent
 
-Layout = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]  # offset, sizes, strides
+Layout = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, str]  # offset in bytes, sizes, strides, ...
 Group = list[tuple[int, torch.Tensor]]  # of one storage: positions among the inputs, and tensors
 
 
@@ -90,7 +90,9 @@ class SharingCheck:
 
 
 def layout(tensor: torch.Tensor) -> Layout:
-    return int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype
+    offset = int(tensor.storage_offset()) * tensor.element_size()
+    once_read = ", conjugated" * tensor.is_conj() + ", negated" * tensor.is_neg()  # as ``x.conj()`` is
+    return offset, tuple(tensor.shape), tensor.stride(), tensor.dtype, once_read
 
 
 def _relative(layouts: Sequence[Layout]) -> list[Layout]:
@@ -121,11 +123,12 @@ def _refuse_overlaps(group: Group, written: set[int]) -> None:
     for one, other in combinations(_classes(group), 2):
         is_written = not written.isdisjoint(i for i, _ in (*one, *other))
         if is_written and not are_apart(one[0][1], other[0][1]):
-            raise SharedMemoryError(layout(one[0][1])[:3], layout(other[0][1])[:3])
+            raise SharedMemoryError(layout(one[0][1]), layout(other[0][1]))
 
 
 def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.data_ptr() != other.data_ptr() or one.numel() != other.numel() or one.dtype != other.dtype:
+    (offset, _, _, *kind), (its_offset, _, _, *its_kind) = layout(one), layout(other)
+    if (offset, kind, one.numel()) != (its_offset, its_kind, other.numel()):
         return False
     same_view = one.shape == other.shape and one.stride() == other.stride()
     return same_view or (one.is_contiguous() and other.is_contiguous())
@@ -135,15 +138,14 @@ def are_apart(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors of one storage have no element in common. False also if that is not easily known."""
     if one.numel() == 0 or other.numel() == 0:
         return True
-    size = one.element_size()
-    low, high = sorted((one, other), key=torch.Tensor.data_ptr)
-    if low.data_ptr() + span(low) * size <= high.data_ptr():
+    (low, end), (high, _) = sorted(map(extent, (one, other)))
+    if end <= high:
         return True
     if one.stride() != other.stride() or one.dtype != other.dtype:
         return False
     # Columns of one matrix: the distance is no sum of steps that both can make.
     steps = sorted(((s, max(n, m) - 1) for s, n, m in zip(one.stride(), one.shape, other.shape) if s), reverse=True)
-    return not _is_sum((high.data_ptr() - low.data_ptr()) // size, steps)
+    return not _is_sum((high - low) // one.element_size(), steps)
 
 
 def _is_sum(distance: int, steps: Sequence[tuple[int, int]]) -> bool:

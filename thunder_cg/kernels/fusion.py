@@ -11,7 +11,7 @@ import torch
 from thunder_cg.analysis.sources import users_level
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.torch_compile import CompileError, TooManyLayouts, free_layouts, strides_of_results
-from thunder_cg.runtime.tensors import span
+from thunder_cg.runtime.tensors import extent
 
 
 class Kernels:
@@ -107,15 +107,10 @@ def _overlap(args: Sequence[Any], written: Iterable[int]) -> bool:
 
     PyTorch (2.11) compiles such arguments as views of one tensor, which it takes for another one when it is called.
     """
-    spans = [_span(arg) if isinstance(arg, torch.Tensor) and arg.numel() else (0, 0) for arg in args]
+    spans = [extent(arg) if isinstance(arg, torch.Tensor) and arg.numel() else (0, 0) for arg in args]
     return any(
         spans[i][0] < end and start < spans[i][1] for i in written for j, (start, end) in enumerate(spans) if i != j
     )
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses of a tensor's first element and of the end of its last."""
-    return (start := tensor.data_ptr()), start + span(tensor) * tensor.element_size()
 
 
 def _is_laid_out_otherwise(tensor: torch.Tensor, strides: Sequence[int]) -> bool:

@@ -12,6 +12,7 @@ import torch
 
 from thunder_cg.compat.tensors import tensors_in
 from thunder_cg.runtime.tensors import is_sparse
+from thunder_cg.verify.compare import same_bits
 
 
 class StateBefore:
@@ -32,7 +33,7 @@ class StateBefore:
         """Puts all back. A tensor that has its value still is not written."""
         with torch.no_grad():
             for tensor, saved in self._tensors:
-                if not torch.equal(tensor, saved):
+                if not same_bits(tensor, saved):
                     tensor.copy_(saved)
         torch.set_rng_state(self._generator)
         for device, state in self._generators:

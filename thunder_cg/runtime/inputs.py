@@ -20,14 +20,19 @@ class CopiedInput:
 
     arg: int  # its position among the region's arguments
     buffer: torch.Tensor  # the memory that the graph reads
-    target: torch.Tensor  # the same; if it overlaps itself, the memory below it, which is copied
+    target: torch.Tensor  # the same; the memory below it, if that is copied: see `_memory`
 
     @property
     def is_flat(self) -> bool:
         return self.target is not self.buffer
 
     def source(self, args: Sequence[Any]) -> torch.Tensor:
-        return flat(args[self.arg]) if self.is_flat else args[self.arg]
+        return _memory(args[self.arg]) if self.is_flat else args[self.arg]
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    """What is copied of a tensor as it is there: it overlaps itself, or is conjugated or negated."""
+    return flat(read_as(tensor, conj=tensor.is_conj(), neg=tensor.is_neg()))
 
 
 # Makes buffers for a region's inputs: those that are copied in, and a buffer, or None, for each argument.
@@ -44,7 +49,7 @@ def static_buffer(pool: Pool, like: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode(like.is_inference()):
         memory = pool.memory(max(1, (shift + span(like)) * item))
         buffer = view_of_storage(memory, like.dtype, shift, like.size(), like.stride())
-        return read_as(buffer, conj=like.is_conj(), neg=like.is_neg())
+        return read_as(buffer, conj=like.is_conj(), neg=like.is_neg()).data  # no view of another tensor
 
 
 def place(
@@ -65,7 +70,8 @@ def place(
                 raise CaptureRefused(f"argument {i} is a tensor of zeros without memory")
             buffers[i] = static_buffer(pool, arg)
             alias = pool.alias(buffers[i])
-            copied.append(CopiedInput(i, alias, flat(alias) if overlaps_itself(arg) else alias))
+            is_flat = overlaps_itself(arg) or arg.is_conj() or arg.is_neg()
+            copied.append(CopiedInput(i, alias, _memory(alias) if is_flat else alias))
     return copied, buffers
 
 

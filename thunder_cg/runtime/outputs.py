@@ -14,10 +14,10 @@ from thunder_cg.runtime.early_outputs import CopiedEarly
 from thunder_cg.runtime.tensors import (
     ALIGNMENT,
     address,
+    extent,
     is_sparse,
     is_whole,
     pointer,
-    span,
     tracked_view,
     view_of_storage,
 )
@@ -268,7 +268,7 @@ class _Copy:
         (i, tensor), *others = group
         if not others and is_whole(tensor):
             return cls.whole(alias(tensor), i)
-        spans = [(pointer(t), pointer(t) + span(t) * t.element_size()) for _, t in group if t.numel()]
+        spans = [extent(t) for _, t in group if t.numel()]
         start = min((first for first, _ in spans), default=address(tensor))
         start -= (start - address(tensor)) % ALIGNMENT
         stop = max((last for _, last in spans), default=start)

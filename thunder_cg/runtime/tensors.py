@@ -77,6 +77,11 @@ def span(tensor: torch.Tensor) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride()))
 
 
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of the tensor's first element and of the end of its last."""
+    return (start := pointer(tensor)), start + span(tensor) * tensor.element_size()
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements fill a stretch of memory without gaps or overlaps."""
     expected = 1

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from thunder_cg.compat.distributed import local_tensor
-from thunder_cg.compat.tensors import autograd_base, storage_id, storage_use_count, version
+from thunder_cg.compat.tensors import autograd_base, has_no_other_tensors, storage_id, version
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.backend import Pool
 from thunder_cg.runtime.tensors import address, address_if_any
@@ -125,9 +125,7 @@ def moved(refusal: OtherMemoryUsed) -> Iterator[None]:
     homes = {storage_id(tensor): tensor.untyped_storage() for tensor in refusal.tensors}
     tensors = [tensor for tensor in _all_tensors() if storage_id(tensor) in homes]
     ids = [storage_id(tensor) for tensor in tensors]
-    # One more than its tensors refer to a storage while they are counted.
-    are_all_here = all(storage_use_count(home) <= ids.count(home) + 1 for home in homes)
-    if not (are_all_here and all(map(can_move, tensors))):
+    if not (has_no_other_tensors(homes, tensors) and all(map(can_move, tensors))):
         raise refusal
     try:
         copies = {home: storage.clone() for home, storage in homes.items()}

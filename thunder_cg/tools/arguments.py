@@ -37,7 +37,6 @@ def without_warnings_of_others() -> Iterator[None]:
     level = log.level
     with warnings.catch_warnings():
         if not sys.warnoptions:
-            logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # that a machine has no GPU
             warnings.filterwarnings("ignore", module=r"(?!thunder_cg\b|__main__\b)")
             log.setLevel(logging.ERROR)
         try:

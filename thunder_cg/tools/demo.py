@@ -13,10 +13,10 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import resources
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import thunder
 import torch
@@ -26,10 +26,7 @@ from torch import Tensor, nn
 from thunder_cg import cudagraph_transform, explain
 from thunder_cg.progress import Progress
 from thunder_cg.tools.measuring import backend_of, deterministic_algorithms, one_thread, synchronize
-from thunder_cg.verify.compare import bits
-
-if TYPE_CHECKING:
-    from importlib.abc import Traversable
+from thunder_cg.verify.compare import bits, same_bits
 
 SEED = 1337
 PROMPT = "def "
@@ -222,15 +219,8 @@ class Corpus:
 
 def package_source() -> str:
     """All Python source of this package, in the order of its paths. Every installation has this text."""
-    return "\n".join(file.read_text(encoding="utf-8") for file in _sources(resources.files("thunder_cg")))
-
-
-def _sources(folder: Traversable) -> Iterator[Traversable]:
-    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
-        if entry.is_dir():
-            yield from _sources(entry)
-        elif entry.name.endswith(".py"):
-            yield entry
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    return "\n".join(file.read_text(encoding="utf-8") for file in files)
 
 
 # ------------------------------------------------------------------------------------------------------------- two runs
@@ -342,11 +332,6 @@ def differences(plain: DemoRun, captured: DemoRun) -> list[str]:
         if x != y:
             found.append(f"character {place}: {x!r} without graphs, {y!r} with")
     return found
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Unlike in `torch.equal`, 0.0 is not -0.0, and a NaN is itself."""
-    return torch.equal(bits(a), bits(b))
 
 
 # --------------------------------------------------------------------------------------------------------------- output

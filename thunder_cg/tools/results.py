@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
@@ -128,47 +128,6 @@ class RowResults(MeasuredResults):
     @classmethod
     def from_dict(cls: type[OfRows], content: Mapping[str, Any]) -> OfRows:
         return cls(content["environment"], [cls.make_row(**row) for row in content["rows"]])
-
-
-class Journal:
-    """Records in a file, one a line, appended as they come. A run that was interrupted goes on from there.
-
-    Args:
-        path: the file; None to keep nothing.
-        here: the environment of this run, which the first line of the file has.
-    """
-
-    def __init__(self, path: Path | None, here: dict[str, str]) -> None:
-        self._path = path
-        self._here = here
-
-    def records(self) -> Iterator[dict[str, Any]]:
-        """The records of earlier runs.
-
-        Raises:
-            ValueError: they are from another machine or other versions, or the file is no journal.
-        """
-        if self._path is None or not self._path.exists():
-            return
-        lines = self._path.read_text(encoding="utf-8").splitlines()
-        if lines and not lines[0].startswith('{"environment"'[: len(lines[0])]):
-            raise ValueError(f"{self._path} is no journal of an interrupted run; name another file, or remove this one")
-        for line in lines:
-            try:
-                content = json.loads(line)
-            except ValueError:  # the run was interrupted while it wrote this line
-                continue
-            if "environment" in content:
-                check_environment(self._path, content["environment"], self._here)
-            else:
-                yield content
-
-    def add(self, record: Mapping[str, Any]) -> None:
-        if self._path is None:
-            return
-        lines = [] if self._path.exists() else [{"environment": self._here}]
-        with self._path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(line) + "\n" for line in [*lines, record])
 
 
 def check_environment(path: Path, before: Mapping[str, str], here: Mapping[str, str]) -> None:

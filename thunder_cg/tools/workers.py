@@ -100,7 +100,6 @@ class Answer(Generic[T]):
         failure: why the task ended early, "" if it did not.
         hangs: whether that is why, and it was ended.
         stage: what it has reported last.
-        final: False if the task only waits for its turn.
     """
 
     task: T
@@ -108,7 +107,6 @@ class Answer(Generic[T]):
     failure: str = ""
     hangs: bool = False
     stage: str = ""
-    final: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -214,7 +212,7 @@ class Workers(Generic[T]):
         self._tasks.extend(tasks)
 
     def answers(self) -> Generator[Answer[T], None, None]:
-        """The answers as they come: one for each task, and one more for each task that waits for its turn.
+        """The answers as they come, one for each task.
 
         Raises:
             RuntimeError: processes cannot even be started.
@@ -307,7 +305,6 @@ class Workers(Generic[T]):
             worker.tasks_begun = self._tasks_per_process
         elif kind == "wait":
             worker.waits = True
-            yield replace(worker.answer)
         elif kind == "raised":
             yield self._finish(worker, content)
         else:
@@ -331,7 +328,7 @@ class Workers(Generic[T]):
         if failure or worker.tasks_begun == self._tasks_per_process:
             self._workers.remove(worker)
             worker.end()
-        return replace(answer, failure=failure, hangs=hangs, stage=worker.stage, final=True)
+        return replace(answer, failure=failure, hangs=hangs, stage=worker.stage)
 
 
 def _last_output(lines: Iterable[str]) -> list[str]:

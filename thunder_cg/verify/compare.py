@@ -25,8 +25,13 @@ _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's bits as integers: -0.0 is not 0.0, and a NaN is itself."""
-    tensor = _as_real(tensor)
+    tensor = tensor.int_repr() if tensor.is_quantized else _as_real(tensor)
     return tensor.view(_AS_INTEGERS[tensor.element_size()])
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Unlike in `torch.equal`, 0.0 is not -0.0, and a NaN is itself."""
+    return torch.equal(bits(one), bits(other))
 
 
 def _as_real(tensor: torch.Tensor) -> torch.Tensor:
@@ -54,7 +59,7 @@ def same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
 def same(one: Any, other: Any) -> bool:
     """Equal, and tensors bit for bit and with the same layout."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return same_layout(one, other) and torch.equal(bits(one), bits(other))
+        return same_layout(one, other) and same_bits(one, other)
     return one is other or (type(one) is type(other) and not isinstance(one, torch.Tensor) and bool(one == other))
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from thunder_cg.tools.bench.goals import Goal
-from thunder_cg.tools.bench.report import goals_table, scaling_tables, table
+import pytest
+
+from thunder_cg.tools.bench.report import growth, scaling_tables, table
 from thunder_cg.tools.bench.results import BenchmarkResults
+from thunder_cg.tools.bench.variants import OURS
 
 
 def test_tables(results: BenchmarkResults) -> None:
@@ -14,5 +16,10 @@ def test_tables(results: BenchmarkResults) -> None:
     assert "| thunder_cg | RuntimeError: no |" in text
     assert "| thunder_cg | 31 | 35 | 80 |" in scaling_tables(results)
     assert "+0.500 µs per parameter" in scaling_tables(results)
-    goal = Goal("small", 1.1, 1.25, "x")
-    assert "| small | 1.1 x | 1.25 x | NO |" in goals_table([goal])
+
+
+def test_growth_needs_two_sizes_with_the_hand_made_graph(results: BenchmarkResults) -> None:
+    assert growth(results, "parameter") == pytest.approx(0.5)
+    assert growth(results, "layer") is None
+    results.points = [p for p in results.points if p.variant == OURS or p.size == 2]
+    assert growth(results, "parameter") is None

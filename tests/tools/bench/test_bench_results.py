@@ -18,7 +18,6 @@ CPU = torch.device("cpu")
 def test_results_are_read_as_they_were_written_and_added_to(tmp_path: Path, results: BenchmarkResults) -> None:
     results.environment = environment(CPU)
     file = tmp_path / "new" / "results.json"
-    results.goals = [{"name": "goal"}]
     results.write(file)
     found = BenchmarkResults.read_or_new(file, environment(CPU))
     assert found == results
@@ -30,7 +29,7 @@ def test_results_are_read_as_they_were_written_and_added_to(tmp_path: Path, resu
 
 def test_results_of_the_release_can_be_read() -> None:
     results = BenchmarkResults.read(FOLDER / "h100.json")
-    assert results.rows and results.points and results.goals
+    assert results.rows and results.points
     assert results.environment["device"] == "NVIDIA H100 80GB HBM3"
 
 

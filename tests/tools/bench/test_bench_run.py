@@ -70,7 +70,7 @@ def test_command_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None
     ("words", "said"),
     [
         (["--only", "nothing"], "no case has 'nothing' in its name; --list shows all"),
-        (["--cases", "no such", "nothing"], "no case has 'no such' or 'nothing' in its name; --list shows all"),
+        (["--only", "no such", "nothing"], "no case has 'no such' or 'nothing' in its name; --list shows all"),
         (["--calls", "0"], "argument --calls: 0: give 1 or more"),
         (["--plots", "x"], "matplotlib is not installed; pip install matplotlib, or 'thunder-cg[bench]'"),
     ],

@@ -41,7 +41,7 @@ def by_both(here: Rank, supervisor: Supervisor, parallels: tuple[str, ...]) -> d
 
 
 def _distances(parallel: str) -> list[float]:
-    (case, *_) = rank_cases(CPU, False, 1, ())
+    (case, *_) = rank_cases(CPU, False)
     template = _template(replace(case, parallel=parallel))
     found = []
     for make in (lambda own: prepare(EAGER, own), step_by_hand):
@@ -68,7 +68,7 @@ def test_step_by_hand_computes_what_pytorch_does() -> None:
 @pytest.mark.nightly
 def test_command_measures_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "results.json"
-    words = ["bench", "--gpus", "2", "--device", "cpu", "--cases", "ddp", "--calls", "1", "--json", str(file)]
+    words = ["bench", "--gpus", "2", "--device", "cpu", "--only", "ddp", "--calls", "1", "--json", str(file)]
     assert command_line.main([*words, "--variants", THUNDER, OURS]) == 0
     printed = capsys.readouterr().out
     assert "training 2 x 16 tokens, ddp**" in printed and "2 regions with" in printed and "; 0 ops eager" in printed
@@ -174,9 +174,9 @@ def test_page_has_the_times_of_two_gpus() -> None:
 
 def test_names_choose_cases_and_variants() -> None:
     gpu = torch.device("cuda")
-    settings = RankSettings(device=gpu, ranks=2, names=("GPT, ",), layers=3, tokens=((4, 64),))
+    settings = RankSettings(device=gpu, ranks=2, names=("GPT, 12 layers, width 768, training 2 x",))
     names = [case.name for case in settings.chosen]
-    assert names == [f"GPT, 3 layers, width 768, training 4 x 64 tokens, {p}" for p in (DDP, ZERO2, ZERO3, TENSOR)]
+    assert names == [f"GPT, 12 layers, width 768, training 2 x 128 tokens, {p}" for p in (DDP, ZERO2, ZERO3, TENSOR)]
     case = RankCase(settings.chosen[0].case, DDP, gpu)
     assert replace(settings, variants=(OURS, "hand")).chosen_variants(case) == [OURS, FLOOR_OF_THUNDER, FLOOR]
     assert COLLECTIVES_EAGER in replace(settings, variants=("collectives",)).chosen_variants(case)

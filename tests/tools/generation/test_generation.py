@@ -12,8 +12,9 @@ from thunder_cg.tools.generation.__main__ import main
 from thunder_cg.tools.generation.measure import EAGER, OURS, REDUCE_OVERHEAD, THUNDER, GenerationRow
 from thunder_cg.tools.generation.models import MODELS
 from thunder_cg.tools.generation.results import GenerationResults, differ, markdown
-from thunder_cg.tools.generation.run import GenerationSettings, run
+from thunder_cg.tools.generation.run import run
 from thunder_cg.tools.results import FOLDER
+from thunder_cg.tools.suite.catalogue import CatalogueSettings
 
 CPU = torch.device("cpu")
 
@@ -30,8 +31,8 @@ def row(variant: str, **values: object) -> GenerationRow:
 def test_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "generation.json"
     variants = (EAGER, THUNDER, REDUCE_OVERHEAD, OURS)
-    settings = GenerationSettings(CPU, "generation_models", ("",), 4, 100.0, file, variants, 4)
-    assert run(settings) == 0
+    settings = CatalogueSettings(CPU, "generation_models", jobs=4, timeout=100.0, json=file)
+    assert run(settings, variants) == 0
     printed = capsys.readouterr().out
     assert "| Counter | ran | ran | -- | ran | ran | -- | -- | yes |" in printed
     assert "Broken, thunder_cg: RuntimeError: no such thing" in printed
@@ -75,7 +76,6 @@ def test_page_has_the_numbers_of_the_result_file() -> None:
     [
         (["--only", "nothing"], "--only nothing: no model has that in its name; there are Llama 3.2 1B, batch 1"),
         (["--variants", "fast"], "--variants fast: give some of 'eager', 'thunder'"),
-        (["--tokens", "0"], "argument --tokens: 0: give 1 or more"),
         (["--json", str(FOLDER / "generation-h200.json")], "was measured with device NVIDIA H200"),
     ],
 )

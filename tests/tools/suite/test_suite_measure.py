@@ -105,7 +105,7 @@ def test_other_numbers_are_found(operator: Any, monkeypatch: pytest.MonkeyPatch)
             return super().forward(seeded(x))
 
     monkeypatch.setattr(measure, "cudagraph_transform", partial(cudagraph_transform, allow=["add_seed"]))
-    found = measure.measure(entry(Seeded), FORWARD, CPU, calls=1)
+    found = measure.measure(entry(Seeded), FORWARD, CPU)
     assert found.agrees.startswith("no: output 0 of step 2, by up to ")
 
 
@@ -118,7 +118,7 @@ def test_numbers_that_vary_without_graphs_are_not_held_against_them(operator: An
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(counted(x))
 
-    found = measure.measure(entry(Counted), FORWARD, CPU, calls=1)
+    found = measure.measure(entry(Counted), FORWARD, CPU)
     assert found.agrees.startswith("Thunder varies: output 0 of step 0, by up to ")
 
 
@@ -132,7 +132,7 @@ def test_where_thunder_varies_kernels_that_do_not_tell(operator: Any) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(noisy(x))
 
-    found = measure.measure(entry(Noisy), FORWARD, CPU, calls=1)
+    found = measure.measure(entry(Noisy), FORWARD, CPU)
     assert found.agrees == "yes: with deterministic algorithms everywhere"
     assert not deterministic()
 
@@ -175,7 +175,7 @@ def test_batches_are_fresh_and_the_same_for_both_sides() -> None:
 def test_models_of_other_packages(name: str, mode: str) -> None:
     model = models.MODELS[name]
     pytest.importorskip(model.package)
-    found = measure.measure(model, mode, CPU, calls=1)
+    found = measure.measure(model, mode, CPU)
     if name.startswith("ViT") and mode == TRAINING and found.failure.startswith("ThunderError"):
         pytest.skip(found.failure)  # with some versions of torchvision
     assert (found.failure, found.agrees) == ("", "yes")
@@ -194,7 +194,7 @@ def test_models_of_other_packages(name: str, mode: str) -> None:
 def test_a_decoded_token(name: str) -> None:
     model = models.MODELS[name]
     pytest.importorskip(model.package)
-    found = measure.measure(model, DECODE, CPU, calls=1)
+    found = measure.measure(model, DECODE, CPU)
     assert (found.failure, found.agrees) == ("", "yes")
     assert found.replayed == found.regions
     assert found.regions == 1 or "grouped_mm_fallback" in str(found.outside)

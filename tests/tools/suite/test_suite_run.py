@@ -7,28 +7,28 @@ from pathlib import Path
 
 import pytest
 import torch
-from samples import ENVIRONMENT, SAMPLE
 
-from thunder_cg.tools.results import FOLDER
-from thunder_cg.tools.suite import run as suite_run
+from thunder_cg.tools.suite import catalogue
 from thunder_cg.tools.suite.__main__ import main
+from thunder_cg.tools.suite.catalogue import CatalogueSettings, RowTask, measure_all
 from thunder_cg.tools.suite.results import FORWARD, TRAINING, SuiteResults, SuiteRow
-from thunder_cg.tools.suite.run import SuiteSettings, SuiteTask, measure_all, run
-from thunder_cg.tools.suite.table import BEGIN, END, markdown
+from thunder_cg.tools.suite.run import no_row, run, work
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[3]
-RESULTS = str(FOLDER / "suite.json")
 
 
-def tasks(*names: str, mode: str = FORWARD, device: torch.device = CPU) -> list[SuiteTask]:
-    return [SuiteTask("suite_models", name, "tests", mode, device, 2) for name in names]
+def measured(
+    *names: str, mode: str = FORWARD, device: torch.device = CPU, timeout: float = 300.0
+) -> dict[str, SuiteRow]:
+    tasks = [RowTask("suite_models", name, mode, device) for name in names]
+    return {task.model: row for task, row in measure_all(tasks, work, no_row, 3, timeout)}
 
 
 @pytest.mark.nightly
 @pytest.mark.usefixtures("forked_workers")
 def test_a_process_that_crashes_or_hangs_costs_its_row() -> None:
-    rows = {found.model: found for found in measure_all(tasks("Crash", "Hang"), 2, timeout=4.0)}
+    rows = measured("Crash", "Hang", timeout=4.0)
     assert rows["Crash"].failure == "the process ended with status 3, in uncaptured thunder.jit: out of luck"
     hang = rows["Hang"]
     assert hang.failure.startswith("no result within 4 s, in uncaptured thunder.jit, in ")  # and where it hangs
@@ -38,7 +38,7 @@ def test_a_process_that_crashes_or_hangs_costs_its_row() -> None:
 @pytest.mark.usefixtures("forked_workers")
 def test_a_row_without_memory_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRIED", str(tmp_path / "tried"))
-    (found,) = measure_all(tasks("Large"), 1, timeout=60.0)
+    (found,) = measured("Large").values()
     assert found.agrees == "yes" and found.failure == "" and (tmp_path / "tried").exists()
 
 
@@ -46,18 +46,17 @@ def test_a_row_without_memory_is_measured_again(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", [FORWARD, TRAINING])
 def test_rows_are_timed_on_a_gpu(mode: str) -> None:
-    names = ["Net", "Broken", "Item"]
-    rows = [*measure_all(tasks(*names, mode=mode, device=torch.device("cuda")), 3, 300.0)]
-    untimed, timed = ([row for row in rows if bool(row.captured_us) is is_timed] for is_timed in (False, True))
-    assert {found.model for found in untimed} == {*names} and {found.model for found in timed} == {"Net", "Item"}
-    for found in timed:
+    rows = measured("Net", "Broken", "Item", mode=mode, device=torch.device("cuda"))
+    assert rows["Broken"].captured_us == 0
+    for found in (rows["Net"], rows["Item"]):
+        assert found.captured_us > 0
         assert found.failure == "" and found.agrees == "yes" and found.thunder_us > 0
 
 
 @pytest.mark.nightly
 def test_the_suite_runs(net: SuiteRow, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "suite.json"
-    settings = SuiteSettings(CPU, only=("net",), jobs=2, json=file, catalogue="suite_models")
+    settings = CatalogueSettings(CPU, "suite_models", ("net",), jobs=2, json=file)
     assert run(settings) == 0
     printed = capsys.readouterr().out
     assert "Net, training, thunder.jit: " in printed and "| Net (jit) |" in printed
@@ -69,8 +68,8 @@ def test_the_suite_runs(net: SuiteRow, tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_a_difference_is_an_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = SuiteRow("Net", "tests", FORWARD, agrees="no: output 0 of step 2, by up to 1")
-    monkeypatch.setattr(suite_run, "measure_all", lambda tasks, jobs, timeout: iter([wrong]))
-    assert run(SuiteSettings(CPU, only=("Net",), catalogue="suite_models")) == 1
+    monkeypatch.setattr(catalogue, "measure_all", lambda tasks, *_: iter([(tasks[0], wrong)]))
+    assert run(CatalogueSettings(CPU, "suite_models", ("Net",))) == 1
 
 
 def test_command_lists_the_models(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,21 +77,10 @@ def test_command_lists_the_models(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines() == ["ViT B/16, Hugging Face", "ViT B/16, torchvision", "DiT B/2"]
 
 
-def test_command_rewrites_a_table(tmp_path: Path) -> None:
-    results, text = tmp_path / "suite.json", tmp_path / "README.md"
-    SuiteResults(ENVIRONMENT, SAMPLE).write(results)
-    text.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n", encoding="utf-8")
-    assert main(["--device", "cpu", "--json", str(results), "--table", str(text)]) == 0
-    assert text.read_text(encoding="utf-8") == f"before\n{BEGIN}\n{markdown(SAMPLE, ENVIRONMENT)}\n{END}\nafter\n"
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--only", "nothing"], "--only nothing: no model has that in its name; there are Llama 3.2 1B, 4 layers"),
-        (["--table", "README.md"], "--table needs --json FILE, the rows of the table"),
-        (["--table", "README.md", "--json", "none.json"], "--json none.json: there is no such file"),
-        (["--table", "pyproject.toml", "--json", RESULTS], f"pyproject.toml: it has no lines {BEGIN} and {END}"),
         (["--jobs", "0"], "argument --jobs: 0: give 1 or more"),
     ],
 )

@@ -7,7 +7,7 @@ from samples import ENVIRONMENT, SAMPLE
 from thunder_cg.tools.results import FOLDER
 from thunder_cg.tools.suite import models
 from thunder_cg.tools.suite.results import FORWARD, JIT, MODES, TRAINING, SuiteResults, SuiteRow
-from thunder_cg.tools.suite.table import line, markdown, rewrite
+from thunder_cg.tools.suite.table import line, markdown
 
 
 def test_table() -> None:
@@ -46,9 +46,6 @@ def test_lines() -> None:
 
 
 def test_page_shows_the_table_of_the_results() -> None:
-    page, file = FOLDER / "RESULTS.md", FOLDER / "suite.json"
-    text, results = page.read_text(encoding="utf-8"), SuiteResults.read(file)
-    assert rewrite(text, markdown(results.rows, results.environment)) == text, (
-        f"run: python -m thunder_cg.tools.suite --json {file} --table {page}"
-    )
+    text, results = (FOLDER / "RESULTS.md").read_text(encoding="utf-8"), SuiteResults.read(FOLDER / "suite.json")
+    assert markdown(results.rows, results.environment) in text, "put what tools.suite prints there"
     assert {found.model for found in results.rows} <= {*models.MODELS}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from thunder_cg.compat.tensors import tree_leaves
 from thunder_cg.tools.bench.variants import Step, Subject, step_of
-from thunder_cg.tools.demo import same_bits
+from thunder_cg.verify.compare import same_bits
 
 SEED = 1
 R = TypeVar("R")

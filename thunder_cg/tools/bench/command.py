@@ -17,8 +17,6 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command with these arguments. Returns the exit status; wrong arguments leave by `SystemExit(2)`."""
     parser = _parser()
     given = parser.parse_args(argv)
-    if given.gpus is None and (given.layers or given.tokens):
-        parser.error("--layers and --tokens are for cases on several ranks; give --gpus N, too")
     device = device_of(given, parser)
     common = {name: getattr(given, name) for name in ("quick", "names", "variants", "calls", "jobs", "json")}
     settings: Any
@@ -31,9 +29,7 @@ def main(argv: Sequence[str]) -> int:
         from thunder_cg.tools.bench.rank_run import RankSettings, run_ranks as measure
 
         device = _device_of_ranks(device, given, parser)
-        settings = RankSettings(
-            device=device, ranks=given.gpus, layers=given.layers, tokens=tuple(given.tokens), **common
-        )
+        settings = RankSettings(device=device, ranks=given.gpus, **common)
     if given.list:
         print(*(each.name for each in settings.chosen), sep="\n")
         return 0
@@ -53,14 +49,6 @@ def _device_of_ranks(device: torch.device, given: argparse.Namespace, parser: Pa
     return torch.device(device.type)
 
 
-def _tokens(text: str) -> tuple[int, int]:
-    """Batch and length, as `type=` of an argument."""
-    batch, by, length = text.partition("x")
-    if not by:
-        raise argparse.ArgumentTypeError(f"{text!r} is no batch and length; give two numbers, such as 2x128")
-    return positive(batch), positive(length)
-
-
 def _parser() -> Parser:
     parser = Parser(
         prog="python -m thunder_cg bench",
@@ -72,17 +60,12 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("--quick", action="store_true", help="a few small cases and calls: less than a minute")
     said = "measure the cases that have one of these in their names"
-    add("--only", "--cases", dest="names", nargs="+", default=("",), metavar="TEXT", help=said)
+    add("--only", dest="names", nargs="+", default=("",), metavar="TEXT", help=said)
     add("--variants", nargs="+", default=[], metavar="TEXT", help="the variants that have one of these in their names")
     add("--list", action="store_true", help="print the names of all cases and scaling series, and stop")
     add("--calls", type=positive, metavar="N", help="calls per turn (default: 100, with --quick 10)")
     add("--jobs", type=positive, default=1, metavar="N", help="cases to prepare at once, in processes of their own")
     add("--json", type=Path, metavar="FILE", help="write the numbers there; those of other cases stay")
     add("--plots", type=Path, metavar="DIR", help="draw all that FILE holds, as SVG (needs matplotlib)")
-    several = parser.add_argument_group("on several GPUs").add_argument
-    several(
-        "--gpus", type=positive, metavar="N", help="measure steps under ddp, fsdp and tensor parallelism on N ranks"
-    )
-    several("--layers", type=positive, metavar="N", help="of the language models (default: GPT 12, Llama 16)")
-    several("--tokens", nargs="+", type=_tokens, default=[], metavar="BxT", help="GPT's batches (default: 2x128 8x512)")
+    add("--gpus", type=positive, metavar="N", help="measure steps under ddp, fsdp and tensor parallelism on N ranks")
     return parser

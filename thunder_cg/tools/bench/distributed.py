@@ -29,10 +29,10 @@ from thunder_cg.tools.bench.measure import ROUNDS, Contender, Samples, subject
 from thunder_cg.tools.bench.parallel import COLLECTIVES_EAGER, TENSOR, RankSubject, prepare
 from thunder_cg.tools.bench.rank_cases import RankCase
 from thunder_cg.tools.bench.variants import GRAPHED_STEP, OURS, REDUCE_OVERHEAD, THUNDER, Prepared
-from thunder_cg.tools.demo import same_bits
 from thunder_cg.tools.measuring import free_memory, frozen_objects, new_segments, p99
 from thunder_cg.tools.turns import Turns
 from thunder_cg.tools.workers import Supervisor, failure_text
+from thunder_cg.verify.compare import same_bits
 
 TURN_TIMEOUT = 90.0  # seconds after which a turn counts as hung; it takes about as many as `TURN_SECONDS`, twice
 _VARIANT = ": "  # in what is reported, before the variant

@@ -38,20 +38,13 @@ TIMEOUT = 900.0  # seconds for a case
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSettings(CaseSettings):
-    """What to measure on how many ranks. First calls take longer with more jobs.
-
-    Attributes:
-        tokens: batch and length of each GPT case; none for the defaults.
-    """
+    """What to measure on how many ranks. First calls take longer with more jobs."""
 
     ranks: int
-    layers: int | None = None
-    tokens: tuple[tuple[int, int], ...] = ()
 
     @property
     def chosen(self) -> list[RankCase]:
-        everything = rank_cases(self.device, self.quick, self.layers, self.tokens)
-        return [case for case in everything if self.has(case.name)]
+        return [case for case in rank_cases(self.device, self.quick) if self.has(case.name)]
 
     def chosen_variants(self, case: RankCase) -> list[str]:
         return self.meant(variants(self.device, self.quick and not self.variants, case.case.trains))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from statistics import linear_regression
 
 from thunder_cg.report.markdown import table as markdown_table
-from thunder_cg.tools.bench.goals import Goal, growth
 from thunder_cg.tools.bench.measure import BenchmarkRow
 from thunder_cg.tools.bench.results import BenchmarkResults
+from thunder_cg.tools.bench.variants import FLOOR, OURS
 
 _HEADER = (
     "variant",
@@ -81,10 +82,13 @@ def _scaling_table(unit: str, results: BenchmarkResults) -> Iterator[str]:
         yield f"\nthunder_cg over the hand-made graph: {slope:+.3f} µs per {unit}"
 
 
-def goals_table(found: Sequence[Goal]) -> str:
-    """The goals as Markdown."""
-    rows = (
-        (each.name, f"{each.limit:g} {each.unit}", f"{each.found:.3g} {each.unit}", "yes" if each.met else "NO")
-        for each in found
-    )
-    return "\n**Goals**\n\n" + markdown_table(("goal", "at most", "found", "met"), rows)
+def growth(results: BenchmarkResults, unit: str) -> float | None:
+    """Host time of thunder_cg above the hand-made graph, microseconds per layer, parameter or input: a fitted slope.
+
+    None if fewer than two sizes were measured.
+    """
+    times = {(p.size, p.variant): p.host_p50 for p in results.points if p.unit == unit and not p.failure}
+    over = {
+        size: time - times[size, FLOOR] for (size, v), time in times.items() if v == OURS and (size, FLOOR) in times
+    }
+    return linear_regression([*over], [*over.values()]).slope if len(over) > 1 else None

@@ -23,14 +23,9 @@ class ScalingPoint:
 
 @dataclass(slots=True)
 class BenchmarkResults(RowResults):
-    """All rows and points of one machine.
-
-    Attributes:
-        goals: whether the goals were reached, one record each; the benchmark sets them before it writes.
-    """
+    """All rows and points of one machine."""
 
     points: list[ScalingPoint] = field(default_factory=list)
-    goals: list[dict[str, Any]] = field(default_factory=list)
     make_row = BenchmarkRow
     identity = ("case",)
     note = (
@@ -45,12 +40,10 @@ class BenchmarkResults(RowResults):
         self.points = [point for point in self.points if point.unit not in units] + [*points]
 
     def to_dict(self) -> dict[str, Any]:
-        rows = RowResults.to_dict(self)
-        return {**rows, "goals": self.goals, "sweep": [asdict(point) for point in self.points]}
+        return {**RowResults.to_dict(self), "sweep": [asdict(point) for point in self.points]}
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> BenchmarkResults:
         results = super(BenchmarkResults, cls).from_dict(content)
         results.points = [ScalingPoint(**point) for point in content["sweep"]]
-        results.goals = content["goals"]
         return results

@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,10 @@ from typing import Any
 from thunder_cg.files import refuse_foreign
 from thunder_cg.progress import Progress
 from thunder_cg.tools.bench.cases import SCALING, BenchmarkCase, ScalingSeries, cases
-from thunder_cg.tools.bench.goals import goals
 from thunder_cg.tools.bench.measure import EVERY_VARIANT, BenchmarkRow, measure_case, ticks
 from thunder_cg.tools.bench.models import optional
 from thunder_cg.tools.bench.plots import NAMES, write_plots
-from thunder_cg.tools.bench.report import goals_table, scaling_tables, table
+from thunder_cg.tools.bench.report import scaling_tables, table
 from thunder_cg.tools.bench.results import BenchmarkResults, ScalingPoint
 from thunder_cg.tools.bench.variants import FLOOR, OURS, THUNDER, THUNDER_OWN, CaseSettings, variants
 from thunder_cg.tools.measuring import one_thread
@@ -74,7 +73,7 @@ class BenchmarkTask:
 
 
 def run(settings: BenchmarkSettings) -> int:
-    """Measures, and prints tables and goals. It writes the numbers after each case. Returns 0.
+    """Measures, and prints tables. It writes the numbers after each case. Returns 0.
 
     Raises:
         ValueError: the settings do not fit: nothing is chosen, or `json` or a plot is
@@ -96,8 +95,6 @@ def run(settings: BenchmarkSettings) -> int:
     with suppress(OSError, AttributeError):  # where standard error is no file
         faulthandler.enable()  # with one job, no other process can say where this one crashed
     _measure_all(settings, results)
-    if results.goals:
-        print(goals_table(goals(results)))
     if settings.plots is not None:
         for path in write_plots(results, settings.plots):
             print(f"wrote {path}", file=sys.stderr)
@@ -122,7 +119,6 @@ def _measure_all(settings: BenchmarkSettings, results: BenchmarkResults) -> None
             points = [ScalingPoint(unit, size, row.variant, row.host_p50, row.failure) for row in rows]
             results.add_points(points, again=unit not in begun)
             begun.add(unit)
-        results.goals = [asdict(goal) | {"met": goal.met} for goal in goals(results)]
         if settings.json is not None:
             results.write(settings.json)
         progress.clear()
@@ -160,10 +156,9 @@ def measure_in_processes(tasks: Sequence[BenchmarkTask], jobs: int, progress: Pr
         progress.tick(stage, ticks)
 
     for answer in Workers(_work, tasks, jobs, TIMEOUT, on_progress=on_progress).answers():
-        if answer.final:
-            task = answer.task
-            progress.tick(f"{task.name}: done", task.ticks - ticked[task.name])
-            yield task, answer.result or [BenchmarkRow(task.name, EVERY_VARIANT, failure=answer.failure)]
+        task = answer.task
+        progress.tick(f"{task.name}: done", task.ticks - ticked[task.name])
+        yield task, answer.result or [BenchmarkRow(task.name, EVERY_VARIANT, failure=answer.failure)]
 
 
 def _work(task: BenchmarkTask, supervisor: Supervisor) -> None:

@@ -5,22 +5,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from thunder_cg.tools.arguments import Parser, add_device, add_rows, device_of, interruptible, positive
+from thunder_cg.tools.arguments import Parser, add_device, add_rows, device_of, interruptible
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command with these arguments. Returns 1 if tokens differ from those of uncaptured Thunder, else 0."""
     parser = _parser()
     given = parser.parse_args(argv)
-    from thunder_cg.tools.generation.measure import VARIANTS  # slow, and --help needs neither
-    from thunder_cg.tools.generation.run import GenerationSettings, run
+    from thunder_cg.tools.generation.measure import VARIANTS
+    from thunder_cg.tools.generation.run import CATALOGUE, run
+    from thunder_cg.tools.suite.catalogue import CatalogueSettings  # slow, and --help needs nothing of it
 
-    given.variants = given.variants or VARIANTS
-    if unknown := [name for name in given.variants if name not in VARIANTS]:
+    variants = given.variants or VARIANTS
+    if unknown := [name for name in variants if name not in VARIANTS]:
         parser.error(f"--variants {', '.join(unknown)}: give some of {', '.join(map(repr, VARIANTS))}")
-    given.device = device_of(given, parser)
+    device = device_of(given, parser)
     try:
-        return run(GenerationSettings(**vars(given)))
+        return run(CatalogueSettings(device, CATALOGUE, given.only, given.jobs, given.timeout, given.json), variants)
     except ValueError as error:
         parser.error(str(error))
 
@@ -34,9 +35,8 @@ def _parser() -> Parser:
     )
     add_device(parser)
     add_rows(parser)
-    add = parser.add_argument
-    add("--variants", nargs="+", metavar="NAME", help="the variants of these names (default: all; an error lists them)")
-    add("--tokens", type=positive, metavar="N", help="new tokens after the prompt (default: 128, on a CPU 8)")
+    said = "the variants of these names (default: all; an error lists them)"
+    parser.add_argument("--variants", nargs="+", metavar="NAME", help=said)
     return parser
 
 

@@ -28,6 +28,7 @@ VARIANTS = (EAGER, THUNDER, THUNDER_OWN, REDUCE_OVERHEAD, OURS, OURS_FUSED)
 
 SEED = 5
 PROMPT = 16  # tokens
+NEW = {"cuda": 128, "cpu": 8}  # tokens after it
 WARM_UPS = 3  # generations that compile, warm up and capture prompt and token
 ROUNDS = 5
 
@@ -58,15 +59,14 @@ class GenerationRow:
 
 
 def measure(
-    entry: GeneratingModel, variant: str, device: torch.device, new: int, ready: Callable[[GenerationRow], None]
+    entry: GeneratingModel, variant: str, device: torch.device, ready: Callable[[GenerationRow], None]
 ) -> GenerationRow:
     """The row of a model in a variant.
 
     Args:
-        new: tokens after the prompt.
         ready: called with the row so far, before the timing. It returns when nothing else runs on the machine.
     """
-    row = GenerationRow(entry.name, entry.package, variant, entry.batch)
+    row, new = GenerationRow(entry.name, entry.package, variant, entry.batch), NEW[device.type]
     generate = _prepared(entry, variant, device, new)
     torch.manual_seed(SEED)
     words, shape = vocabulary(device.type == "cpu"), (entry.batch, PROMPT)

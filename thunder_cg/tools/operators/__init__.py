@@ -6,6 +6,6 @@ first draw warms up, the second captures, and three replay with fresh values. Th
 captured by force.
 
 What comes in: PyTorch's table of operators and the calls of :mod:`handwritten`. What goes out: a result file, which
-:mod:`check` compares with the rules. :mod:`run` owns the worker processes and keeps what they measured, so that an
-interrupted run can go on. ``python -m thunder_cg.tools.operators`` runs it, from the repository only.
+:mod:`check` compares with the rules. :mod:`run` owns the worker processes. ``python -m thunder_cg.tools.operators``
+runs it, from the repository only.
 """

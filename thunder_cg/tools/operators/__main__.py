@@ -16,7 +16,7 @@ def main(argv: Sequence[str]) -> int:
         prog="python -m thunder_cg.tools.operators",
         description="Runs PyTorch's table of operators and handwritten calls through Thunder: captured and replayed "
         "with fresh values, forward and backward, and compared bit for bit with uncaptured Thunder. Symbols that the "
-        "rules deny are captured by force. After an interruption, the same command with the same --json continues.",
+        "rules deny are captured by force.",
     )
     add_device(parser)
     add = parser.add_argument

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from thunder_cg.analysis.rules import RULES, Evidence, Key
 from thunder_cg.compat.thunder import torch_executor_has
 from thunder_cg.tools.operators.coverage import ONLY_ON_A_GPU
-from thunder_cg.tools.operators.measure import Counts, key_of, label
+from thunder_cg.tools.operators.measure import key_of, label
 from thunder_cg.tools.operators.results import OperatorResults
 
 SHOWN = frozenset({"fail", "wrong", "barred"})
@@ -52,7 +52,7 @@ def _wrong_rows(file: OperatorResults) -> Iterable[str]:
             yield f"{symbol}: no rule knows it; it was met on {where}; give it a record"
 
 
-def _failures(counts: Counts) -> list[str]:
+def _failures(counts: Mapping[str, int]) -> list[str]:
     """The failures of an allowed symbol: in a region or, if no capture of it ever passed, without Thunder.
 
     Two failures are fine if other calls pass. Forms of an operator that Thunder does not compile cannot get into a

@@ -6,7 +6,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 
@@ -19,8 +18,6 @@ from thunder_cg.tools.operators.trial import CaptureTrial, NotTraced, attempt, c
 
 SHOWN = 3  # failures after which a symbol is not captured by force any more
 SINGLY = 4  # samples that are captured by force one by one, before the others are captured together
-
-Counts = dict[str, int]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -60,9 +57,9 @@ class OperatorRecord:
     traced: int = 0
     differentiated: int = 0
     stale: int = 0
-    untraced: Counts = field(default_factory=dict)
-    undifferentiated: Counts = field(default_factory=dict)
-    symbols: dict[str, Counts] = field(default_factory=dict)
+    untraced: Counter[str] = field(default_factory=Counter)
+    undifferentiated: Counter[str] = field(default_factory=Counter)
+    symbols: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     notes: dict[str, str] = field(default_factory=dict)
     crash: str = ""
     forcing: str = ""
@@ -76,19 +73,11 @@ class OperatorRecord:
     def end(self, failure: str) -> None:
         """Ends the record. If the process failed in a forced capture, the failure is the outcome of that capture."""
         if failure and self.forcing:
-            self.count(self.forcing, "forced fail")
+            self.symbols[self.forcing]["forced fail"] += 1
             self.note(self.forcing, "fail", f"{self.task.name}: {failure}")
         else:
             self.crash = failure
         self.forcing = ""
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> OperatorRecord:
-        return cls(**{**content, "task": OperatorTask(**content["task"])})
-
-    def count(self, symbol: str, outcome: str, many: int = 1) -> None:
-        counts = self.symbols.setdefault(symbol, {})
-        counts[outcome] = counts.get(outcome, 0) + many
 
     def note(self, symbol: str, outcome: str, text: str) -> None:
         self.notes.setdefault(f"{symbol} {outcome}", text)
@@ -198,7 +187,7 @@ class _CaseMeasurement:
     def not_traced(self, number: int, call: SampledCall, error: NotTraced) -> None:
         self.untraced[number] = call
         reasons = self.record.undifferentiated if self.grad else self.record.untraced
-        reasons[str(error)] = reasons.get(str(error), 0) + 1
+        reasons[str(error)] += 1
 
     def take(self, trial: CaptureTrial, batch: Numbered) -> None:
         record = self.record
@@ -211,14 +200,14 @@ class _CaseMeasurement:
             end = "barred" if blamed is None and "CaptureRefused" in text else "fail"
             keys = trial.eager if blamed is None else [blamed]
             for symbol in [*map(label, keys)] or [self.case.symbol or "sweep.unknown"]:
-                record.count(symbol, f"forward {end}")
+                record.symbols[symbol][f"forward {end}"] += 1
                 record.note(symbol, end, self.where(batch, text))
         if trial.unfit:
             record.note(self.case.name, "not replayed", self.where(batch, trial.unfit))
         outcome = _worst(trial.verdicts)
         for kind, counts in trial.captured.items():
             for key, many in counts.items():
-                record.count(label(key), f"{kind} {outcome}", many)
+                record.symbols[label(key)][f"{kind} {outcome}"] += many
                 if outcome != "pass":
                     record.note(label(key), outcome, self.where(batch, ""))
 
@@ -260,7 +249,7 @@ class _CaseMeasurement:
             outcome, text = "barred", trial.eager.get(key, trial.unfit)
         elif "nondeterministic" in trial.verdicts:
             outcome = "nondeterministic"
-        record.count(name, f"forced {outcome}", len(batch) if outcome == "pass" else 1)
+        record.symbols[name][f"forced {outcome}"] += len(batch) if outcome == "pass" else 1
         if outcome != "pass":
             record.note(name, outcome, self.where(batch, text))
         return outcome in ("fail", "wrong", "barred")
@@ -274,7 +263,7 @@ class _CaseMeasurement:
             if found is None:
                 continue
             outcome, text = found
-            self.record.count(symbol, f"alone {outcome}")
+            self.record.symbols[symbol][f"alone {outcome}"] += 1
             if outcome != "pass":
                 shown += 1
                 self.record.note(symbol, outcome, self.where([(number, call)], text))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from thunder_cg.tools.operators.measure import Counts, OperatorRecord
+from thunder_cg.tools.operators.measure import OperatorRecord
 from thunder_cg.tools.results import MeasuredResults
 
 REASONS = 4  # that are kept of a case for samples that Thunder does not compile
@@ -31,7 +32,7 @@ class OperatorResults(MeasuredResults):
     """
 
     cases: dict[str, dict[str, Any]] = field(default_factory=dict)
-    symbols: dict[str, Counts] = field(default_factory=dict)
+    symbols: dict[str, dict[str, int]] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
 
     def add(self, record: OperatorRecord) -> None:
@@ -46,9 +47,7 @@ class OperatorResults(MeasuredResults):
                     why[reason] = why.get(reason, 0) + count
         case.setdefault("crashes", []).extend([f"{record.task.name}: {record.crash}"] if record.crash else [])
         for symbol, counts in record.symbols.items():
-            totals = self.symbols.setdefault(symbol, {})
-            for outcome, count in counts.items():
-                totals[outcome] = totals.get(outcome, 0) + count
+            self.symbols[symbol] = dict(Counter(self.symbols.get(symbol)) + counts)
         for key, text in record.notes.items():
             self.notes.setdefault(key, text)
 

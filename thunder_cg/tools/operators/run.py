@@ -1,11 +1,11 @@
-"""Runs the operator sweep: gives tasks to worker processes, keeps a journal, and writes the results."""
+"""Runs the operator sweep: gives tasks to worker processes, and writes the results."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from thunder_cg.tools.operators.check import disagreements
 from thunder_cg.tools.operators.measure import OperatorRecord, OperatorTask, measure
 from thunder_cg.tools.operators.results import OperatorResults
 from thunder_cg.tools.operators.samples import OperatorCase
-from thunder_cg.tools.results import Journal, environment
+from thunder_cg.tools.results import environment
 from thunder_cg.tools.workers import Supervisor, Workers
 
 TASK_SAMPLES = 24
@@ -35,8 +35,7 @@ class OperatorSettings:
         jobs: worker processes.
         only: patterns ("add", "linalg_*") for the names of the cases to measure; all are measured if empty.
         first: samples of each case, at most.
-        json: a file for the results. The journal beside it, `<json>.parts`, has the records of an interrupted run,
-            which the next run continues.
+        json: a file for the results.
     """
 
     device: torch.device
@@ -57,7 +56,7 @@ def run(settings: OperatorSettings) -> int:
     """Measures, and prints a summary. Returns 1 if all cases were measured and the rules disagree, else 0.
 
     Raises:
-        ValueError: a pattern matches no case, `json` holds something else, or its journal is from another machine.
+        ValueError: a pattern matches no case, or `json` holds something else.
     """
     chosen = settings.chosen
     for only in settings.only:
@@ -65,17 +64,10 @@ def run(settings: OperatorSettings) -> int:
             raise ValueError(f"--only {only!r}: no case has such a name; --list shows all")
     OperatorResults.check_writable(settings.json)
     results = OperatorResults(environment(settings.device) | {"cuda": torch.version.cuda or ""})
-    parts = settings.json.with_name(settings.json.name + ".parts") if settings.json else None
-    journal = Journal(parts, results.environment)
-    records = [OperatorRecord.from_dict(content) for content in journal.records()]
-    for record in _measured(settings, chosen, records):
-        journal.add(asdict(record))
-        records.append(record)
-    for record in sorted(records, key=lambda r: r.task):
+    for record in sorted(_measured(settings, chosen), key=lambda r: r.task):
         results.add(record)
-    if settings.json is not None and parts is not None:
+    if settings.json is not None:
         results.write(settings.json)
-        parts.unlink(missing_ok=True)  # the next run measures anew
     print(summary(results))
     if settings.only:
         return 0
@@ -84,16 +76,9 @@ def run(settings: OperatorSettings) -> int:
     return int(bool(differing))
 
 
-def _measured(
-    settings: OperatorSettings, chosen: dict[str, OperatorCase], before: Sequence[OperatorRecord]
-) -> Iterator[OperatorRecord]:
+def _measured(settings: OperatorSettings, chosen: dict[str, OperatorCase]) -> Iterator[OperatorRecord]:
     last = settings.first or 10**9
-    done = {record.task for record in before}
-    first = [OperatorTask(0, name, min(TASK_SAMPLES, last)) for name in chosen]
-    tasks = [task for task in first if task not in done]
-    tasks += [task for record in before if record.task in first for task in _rest(record, last) if task not in done]
-    if not tasks:
-        return
+    tasks = [OperatorTask(0, name, min(TASK_SAMPLES, last)) for name in chosen]
     workers = Workers(
         partial(_work, settings.device.type), tasks, settings.jobs, TIMEOUT, tasks_per_process=TASKS_PER_PROCESS
     )

@@ -25,7 +25,7 @@ from thunder_cg.tools.measuring import deterministic_algorithms
 from thunder_cg.tools.operators.samples import DRAWS, SampledCall, twins
 from thunder_cg.tools.workers import failure_text
 from thunder_cg.transform import cudagraph_transform
-from thunder_cg.verify.compare import bits
+from thunder_cg.verify.compare import same_bits
 
 AGAIN = 8  # uncaptured calls that have to agree before a difference counts as an error of the capture
 WITHIN = 4.0  # largest distance of a sum that varies from call to call, in distances between uncaptured calls
@@ -272,7 +272,7 @@ def _same(expected: Any, found: Any, defined: bool, close: bool = False) -> bool
         return expected.layout == found.layout and _close(expected.to_dense(), found.to_dense())
     if expected.stride() != found.stride():
         return False
-    return not defined or (_close(expected, found) if close else torch.equal(bits(expected), bits(found)))
+    return not defined or (_close(expected, found) if close else same_bits(expected, found))
 
 
 def _close(a: torch.Tensor, b: torch.Tensor) -> bool:

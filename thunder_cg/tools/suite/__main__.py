@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from thunder_cg.tools.arguments import Parser, add_device, add_rows, device_of, interruptible
 
@@ -12,23 +11,19 @@ from thunder_cg.tools.arguments import Parser, add_device, add_rows, device_of, 
 def main(argv: Sequence[str]) -> int:
     """Runs the command with these arguments. Returns 1 if the results of a model differ, else 0."""
     parser = _parser()
-    arguments = parser.parse_args(argv)
-    from thunder_cg.tools.suite.run import SuiteSettings, rewrite_table, run  # slow, and --help needs nothing of it
+    given = parser.parse_args(argv)
+    from thunder_cg.tools.suite.catalogue import CatalogueSettings  # slow, and --help needs nothing of it
+    from thunder_cg.tools.suite.run import CATALOGUE, run
 
-    device, jobs, timeout = device_of(arguments, parser), arguments.jobs, arguments.timeout
-    settings = SuiteSettings(device, only=arguments.only, jobs=jobs, timeout=timeout, json=arguments.json)
+    device = device_of(given, parser)
+    settings = CatalogueSettings(device, CATALOGUE, given.only, given.jobs, given.timeout, given.json)
     try:
-        if arguments.list:
+        if given.list:
             print(*(model.name for model in settings.chosen()), sep="\n")
             return 0
-        if arguments.table is None:
-            return run(settings)
-        if arguments.json is None:
-            raise ValueError("--table needs --json FILE, the rows of the table")
-        rewrite_table(arguments.json, arguments.table)
-    except (ValueError, OSError) as error:
+        return run(settings)
+    except ValueError as error:
         parser.error(str(error))
-    return 0
 
 
 def _parser() -> Parser:
@@ -41,9 +36,7 @@ def _parser() -> Parser:
     )
     add_device(parser)
     add_rows(parser)
-    add = parser.add_argument
-    add("--list", action="store_true", help="print the names of all models, and stop")
-    add("--table", type=Path, metavar="FILE", help="only put the table of --json into this Markdown file")
+    parser.add_argument("--list", action="store_true", help="print the names of all models, and stop")
     return parser
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -17,16 +16,17 @@ from torch import Tensor, nn
 
 from thunder_cg.compat.tensors import tree_leaves, tree_map
 from thunder_cg.report.report import Report, explain
-from thunder_cg.tools.demo import same_bits
 from thunder_cg.tools.measuring import backend_of, deterministic_algorithms, free_memory, quiet_collector
 from thunder_cg.tools.suite.counts import fill_counts, graph_breaks
 from thunder_cg.tools.suite.models import LEARNING_RATE, SuiteModel
 from thunder_cg.tools.suite.results import FX, JIT, TRAINING, SuiteRow
 from thunder_cg.tools.workers import failure_text
 from thunder_cg.transform import cudagraph_transform
+from thunder_cg.verify.compare import same_bits
 
 STEPS = 5  # the first warms up, the second captures, the others replay, most of them on the fast path
 ROUNDS = 3  # turns of each side
+CALLS = 50  # synchronized steps in a turn, at most
 TURN_SECONDS = 0.5  # after which a turn of slow steps ends
 SEED = 7
 NOWHERE, BACKWARD, EVERYWHERE = "nowhere", "in the backward", "everywhere"
@@ -139,14 +139,12 @@ def measure(
     entry: SuiteModel,
     mode: str,
     device: torch.device,
-    calls: int,
     ready: Callable[[SuiteRow], None] = lambda row: None,
     begins: Callable[[str], None] = lambda stage: None,
 ) -> SuiteRow:
-    """The row of a model.
+    """The row of a model. On a CPU nothing is timed.
 
     Args:
-        calls: synchronised steps in a turn, at most; on a CPU nothing is timed.
         ready: called before the timing with the row so far. It returns when nothing else runs on the machine.
         begins: called with the name of each stage.
     """
@@ -161,8 +159,8 @@ def measure(
         row.agrees = _agreement(entry, row, device, transforms, difference)
         if device.type == "cuda":
             batch = pair.settle()
-            ready(copy.deepcopy(row))
-            row.thunder_us, row.captured_us = pair.times(batch, calls)
+            ready(row)
+            row.thunder_us, row.captured_us = pair.times(batch)
     except Exception as error:
         row.failure = failure_text(error)
     return row
@@ -271,7 +269,7 @@ class _Pair:
         free_memory(self._device)  # other models need memory while this one waits for its turn
         return batch
 
-    def times(self, batch: Any, calls: int) -> tuple[float, float]:
+    def times(self, batch: Any) -> tuple[float, float]:
         """Medians of synchronized steps, microseconds, of the two sides in turns."""
         samples: list[list[float]] = [[] for _ in self._sides]
         with quiet_collector():
@@ -280,7 +278,7 @@ class _Pair:
                     side.run(batch)
                 torch.cuda.synchronize(self._device)
                 end = time.perf_counter() + TURN_SECONDS
-                for _ in range(calls):
+                for _ in range(CALLS):
                     start = time.perf_counter()
                     if start > end:
                         break

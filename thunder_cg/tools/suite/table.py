@@ -5,14 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 
-from thunder_cg.files import replace
 from thunder_cg.report.markdown import table
 from thunder_cg.tools.results import origin
 from thunder_cg.tools.suite.results import BREAK, EAGER, INDUCTOR, MODES, NOT_REPLAYED, NotCaptured, SuiteRow
-
-BEGIN, END = "<!-- suite -->", "<!-- /suite -->"
 
 _HEADER = ("model", *(text for mode in MODES for text in (mode, "same bits")), "not in a graph, and why")
 _SAID = {
@@ -43,28 +39,6 @@ def markdown(rows: Sequence[SuiteRow], environment: Mapping[str, str]) -> str:
         cells = [cell for mode in MODES for cell in _cells(modes.get(mode))]
         lines.append((_name(model, mine), *cells, _outside(mine)))
     return "\n".join([table(_HEADER, lines), "", *_caption(environment, [row for row in rows if not row.failure])])
-
-
-def rewrite(text: str, table: str) -> str:
-    """The Markdown text with the table between its two marks.
-
-    Raises:
-        ValueError: it has no such marks.
-    """
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"it has no lines {BEGIN} and {END}; put them where the table belongs")
-    return f"{before}{begin}\n{table}\n{end}{after}"
-
-
-def write_table(path: Path, rows: Sequence[SuiteRow], environment: Mapping[str, str]) -> None:
-    """Puts the table into a Markdown file. ValueError if that has no place for it."""
-    try:
-        text = rewrite(path.read_text(encoding="utf-8"), markdown(rows, environment))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    replace(path, text)
 
 
 def _name(model: str, rows: Iterable[SuiteRow]) -> str:
