@@ -93,7 +93,7 @@ def return_first_alone(node: Node) -> None:
 
 
 def copied(module: GraphModule) -> GraphModule:
-    """A copy, with the graphs that it calls: what prepares them for Thunder rewrites them in place, as Inductor does."""
+    """A copy, with the graphs that it calls: Inductor rewrites what it compiles, and what prepares for Thunder does."""
     graph, nodes = Graph(), dict[Node, Node]()
     for node in module.graph.nodes:
         nodes[node] = graph.node_copy(node, nodes.__getitem__)
