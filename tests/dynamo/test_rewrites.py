@@ -298,8 +298,9 @@ def test_what_thunder_reads_or_lays_out_otherwise(backend, device, fn):
         lambda y: torch.einsum("bij,bjk->bik", y.view(4, 2, 4), torch.sin(y).view(4, 4, 2)).view(4, 4) + 1,
         lambda y: y[:, None].repeat_interleave(3, 1).view(12, 8) + 1,
         lambda y: F.nll_loss(y, y.argmin(-1)),
+        lambda y: y.view(2, 2, 8).mH @ y.sin().view(2, 2, 8) + y.H @ y,
     ],
-    ids=["written before", "einsum", "repeat_interleave", "nll_loss"],
+    ids=["written before", "einsum", "repeat_interleave", "nll_loss", "mH"],
 )
 def test_what_thunder_reads_or_lays_out_otherwise_in_inference(backend, device, fn):
     infers_alike(fn, backend, device)

@@ -697,14 +697,28 @@ def test_inductor_does_not_read_tensors(monkeypatch):
     assert replays(graphed) == 2
 
 
-def test_graphs_that_cannot_be_split_are_left_to_inductor():
+class Cubes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * 3 * x * x
+
+
+@pytest.mark.parametrize("fn", [lambda x: x * 2, Cubes.apply], ids=["operator", "autograd function"])
+def test_graphs_that_cannot_be_split_are_left_to_inductor(fn):
     def counting(x, n):
-        return nn.functional.pad(x, (n, 0)) * 2 + n.add_(1)
+        return nn.functional.pad(fn(x), (n, 0)) + n.add_(1)
 
     graphed = thunderfx(counting, backend="tape")
     for _ in range(3):
-        x = torch.randn(3, 4)
+        x = torch.randn(3, 4, requires_grad=True)
         same(graphed(x, torch.tensor(2)), counting(x, torch.tensor(2)))
+        same(*(torch.autograd.grad(each(x, torch.tensor(2)).sum(), x) for each in (graphed, counting)))
     reasons = {each.reason for each in explain(graphed).outside}
     assert len(reasons) == 1 and "splitter does not take: KeyError: s" in reasons.pop()
 

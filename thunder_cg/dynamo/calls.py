@@ -32,8 +32,8 @@ def name_as_thunder_does(node: Node) -> None:
     """``x % 5`` is ``torch.remainder(x, 5)``, and ``x.var(-1, unbiased=False)`` is ``x.var(-1, correction=0)``."""
     if node.op == "call_method" and node.target == "broadcast_to":
         node.target = "expand"
-    elif node.target is getattr and node.args[1] == "H" and not example(node).is_complex():
-        call_instead(node, torch.Tensor.t, node.args[0])
+    elif node.target is getattr and node.args[1] in ("H", "mH") and not example(node).is_complex():
+        node.args = (node.args[0], str(node.args[1]).replace("H", "T"))
     elif operator_name(node) == "nan_to_num" and len(node.args) == 1 and "out" not in node.kwargs:
         node.args = (*node.args, *map(node.kwargs.get, ("nan", "posinf", "neginf")))
         node.kwargs = {}

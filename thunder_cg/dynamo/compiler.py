@@ -83,7 +83,7 @@ class Compiler(ThunderCompiler):
         """
         only_views = makes_only_views(module.graph)
         names, of_graph = users_names(module.graph, self.parameters), inputs_of(module.graph, self.inputs.values())
-        as_it_was = GraphModule(module, copied(module.graph))
+        as_it_was = copied(module)
         try:
             specialize_floats(module)
             rewrite(module, self.thunder_options)

@@ -81,7 +81,7 @@ def keeping_layouts(compile_piece: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def compiled_piece(piece: GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        operators_of_piece = GraphModule(piece, copied(piece.graph))
+        operators_of_piece = copied(piece)
         reads = any(map(reads_by_strides, piece.graph.nodes))
         # Autograd refuses much of what Inductor makes of writes.
         if (writes_to_inputs(piece.graph) and not reads) or any(map(is_refused_lstm, piece.graph.nodes)):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from thunder_cg.compat.fx import example, on_examples
@@ -92,10 +92,13 @@ def return_first_alone(node: Node) -> None:
         item.graph.erase_node(item)
 
 
-def copied(graph: Graph) -> Graph:
-    """A copy: Inductor rewrites the graph that it compiles, and so does what prepares a graph for Thunder."""
-    copy = Graph()
-    nodes: dict[Node, Node] = {}
-    for node in graph.nodes:
-        nodes[node] = copy.node_copy(node, nodes.__getitem__)
+def copied(module: GraphModule) -> GraphModule:
+    """A copy, with the graphs that it calls: Inductor rewrites what it compiles, and what prepares for Thunder does."""
+    graph, nodes = Graph(), dict[Node, Node]()
+    for node in module.graph.nodes:
+        nodes[node] = graph.node_copy(node, nodes.__getitem__)
+    copy = GraphModule(module, graph)
+    for name, called in [*copy.named_children()]:
+        if isinstance(called, GraphModule):
+            setattr(copy, name, copied(called))
     return copy

@@ -42,7 +42,8 @@ CACHE_LENGTH = (
 _IF_DROPOUT = "if it is the p of a dropout, x * (torch.rand_like(x) >= p) / (1 - p) takes a tensor"
 _IF_BOUND = (
     "if it bounds a slice, x[i + torch.arange(n, device=...)] is x[i : i + n] for fixed n; if the length changes, "
-    "compute with all elements, and mask the rest; if it is a size, use few values"
+    "compute with all elements, and mask the rest, as LitGPT does without input_pos_maxp1; if it is a size, use few "
+    "values"
 )
 _IF_LAYERS = (
     "if several modules run this code in turn, as layers do, change what ends the graph between them, so that one "
