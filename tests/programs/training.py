@@ -138,8 +138,7 @@ loss
 loss.detach(), out
 {"loss": loss, "n": state.calls}
 None
-model.first.weight
-x
+model.first.weight.detach()
 out[0], out
 model.first.weight.grad
 state.mean
