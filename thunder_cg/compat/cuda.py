@@ -241,8 +241,9 @@ def alias_without_owning(tensor: torch.Tensor) -> torch.Tensor:
     metadata |= {"size": tensor.size(), "stride": tensor.stride(), "storage_offset": tensor.storage_offset()}
     storage = storage_at(whole.data_ptr(), tensor.device, whole.nbytes())
     alias = torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, storage)
-    # The metadata do not hold the bits of lazy conjugation and negation.
-    return read_as(alias, conj=tensor.is_conj(), neg=tensor.is_neg())
+    if not (tensor.is_conj() or tensor.is_neg()):  # which the metadata do not hold
+        return alias
+    return read_as(alias, conj=tensor.is_conj(), neg=tensor.is_neg()).data  # no view, which would hold another tensor
 
 
 def disown(tensors: Sequence[torch.Tensor]) -> None:
