@@ -467,8 +467,10 @@ class _Ran(NamedTuple):
             method: is returned if there is one.
         """
         code, arguments = self.code, self.code.co_varnames[: self.code.co_argcount + self.code.co_kwonlyargcount]
-        if (named := method or _with_code(self.variables.get(code.co_name), code)) is not None:
-            return [named]
+        if not code.co_freevars:  # otherwise, there may be others with the code
+            method = method or _with_code(self.variables.get(code.co_name), code)
+        if method is not None:
+            return [method]
         if sets_variables(code) or any(isinstance(values.get(name), (dict, list, set, deque)) for name in arguments):
             return [*filter(self.is_of, known_functions({code}))]
         cells = (types.CellType(values[name]) if name in values else types.CellType() for name in code.co_freevars)
