@@ -1,6 +1,6 @@
 """Random training loops with their step graphed: what a user can see is what the plain loop shows, bit for bit.
 
-Nightly, and before a release, take more of them (1,000 take about 40 minutes of one core)::
+Nightly, and before a release, take more of them (1,000 take about 10 minutes of one core)::
 
     pytest tests/programs/test_random_steps.py --programs 1000 -rP
 """

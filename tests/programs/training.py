@@ -299,7 +299,7 @@ def run(training: Training, folder: Path, graphed: Callable[..., Any]) -> tuple[
             names = {"copy": copy, "gc": gc, "nn": nn, "np": np, "random": random, "torch": torch}
             names |= {"w": w, "x": x, "y": y, "step": step}
             for each in statements:
-                found.append(_seen(_tried(each, names)))
+                found.append(error if isinstance(error := _tried(each, names), str) else None)
             w.results.append(_tried(f"step({arguments})", names))
             found.append(_seen([{k: v for k, v in vars(w).items() if k not in ("np", "torch")}, x, y]))
             found.append([torch.get_rng_state(), random.getstate(), str(np.random.get_state()), w.rng.getstate()])
