@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, given, seed, settings, strategies as st
 from language import (
     BACKWARDS,
     DENIED,
@@ -90,3 +91,22 @@ def examples(scope: dict[str, Any], least: int, most: int) -> st.SearchStrategy[
         st.lists(patterns, min_size=least, max_size=most).map(tuple),
         st.one_of(st.just(()), st.lists(st.sampled_from(DENIED), max_size=3, unique=True).map(tuple)),
     )
+
+
+def run(found: st.SearchStrategy[Any], check: Callable[[Any], None], wanted: int, start: int, *, shrinks: bool) -> None:
+    """Checks as many examples as are wanted, the same ones for the same start.
+
+    Args:
+        found: what makes them.
+        shrinks: whether one that fails is made smaller first.
+    """
+    given(found)(
+        settings(
+            max_examples=wanted,
+            phases=(Phase.generate, Phase.shrink) if shrinks else (Phase.generate,),
+            database=None,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            report_multiple_bugs=False,
+        )(seed(start)(check))
+    )()

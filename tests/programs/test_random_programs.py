@@ -23,10 +23,9 @@ from typing import Any
 import pytest
 import torch
 from driver import Mismatch, check, reproduction
-from hypothesis import HealthCheck, Phase, given, seed, settings
 from language import Backward, Call, Example, Gene, Variant, program
 from operators import Operators
-from strategies import examples
+from strategies import examples, run
 from support import fast_path_calls, replays
 
 from thunder_cg import cudagraph_transform
@@ -71,16 +70,7 @@ def test_programs(
         counts["replays"] += replays(pair.graphed.module)
         counts["around the dispatch"] += fast_path_calls(pair.graphed.module)
 
-    given(examples(operators.eager, *PATTERNS))(
-        settings(
-            max_examples=wanted,
-            phases=(Phase.generate, Phase.shrink) if asked is not None else (Phase.generate,),
-            database=None,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-            report_multiple_bugs=False,
-        )(seed(start)(agrees))
-    )()
+    run(examples(operators.eager, *PATTERNS), agrees, wanted, start, shrinks=asked is not None)
     print(f"seed {start}: " + ", ".join(f"{n} {what}" for what, n in counts.most_common()))
     least = 5 if device == "cpu" else 3  # on a GPU, Thunder's own assertions end more of them
     assert counts["patterns"] >= least * wanted and counts["replays"] > counts["calls"] / 4

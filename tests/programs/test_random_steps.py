@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import strategies
 import torch
-from hypothesis import HealthCheck, Phase, given, seed, settings
 from support import same
 from torch.optim import Optimizer
 from training import Training, run, trainings
@@ -48,16 +48,7 @@ def test_random_steps(tmp_path: Path, pytestconfig: pytest.Config) -> None:
         step = agree(training, tmp_path)
         counts.update(loops=1, captures=step.captures, replays=step.replays)
 
-    given(trainings)(
-        settings(
-            max_examples=CI if asked is None else asked,
-            phases=(Phase.generate, Phase.shrink) if asked is not None else (Phase.generate,),
-            database=None,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-            report_multiple_bugs=False,
-        )(seed(start)(check))
-    )()
+    strategies.run(trainings, check, CI if asked is None else asked, start, shrinks=asked is not None)
     print(f"seed {start}: {dict(counts)}")
     assert counts["captures"] > counts["loops"] / 4 and counts["replays"] > counts["loops"], counts
 
