@@ -106,7 +106,10 @@ FUNCTIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("grad", "dynamic"), [(True, False), (False, False), pytest.param(True, True, marks=nightly)])
+@pytest.mark.parametrize(
+    ("grad", "dynamic"),
+    [(True, False), *(pytest.param(*each, marks=nightly) for each in ((False, False), (True, True)))],
+)
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__.strip("_"))
 def test_one_graph_each_way(function, grad, dynamic):
     graphed = thunderfx(function, backend="tape", dynamic=dynamic)

@@ -536,7 +536,7 @@ def test_checkpointed_functions_that_write_in_place(backend, device, trains):
     "fn",
     [_with_sizes, _checkpointed, _largest, _fractions, _cut_fraction, pytest.param(_cut, marks=pytest.mark.nightly)],
 )
-@pytest.mark.nightly_after(3)
+@pytest.mark.nightly_after(2)
 def test_sizes_that_are_dynamic(backend, device, fn):
     """What gets another tensor's size stays in Thunder. A part gives another one no number, so it trains."""
     rows = iter((2, 3, 3, 2))

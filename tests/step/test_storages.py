@@ -144,6 +144,7 @@ def test_who_holds_the_memory_before_has_what_was_there(step_twins, make, hold):
 
 @pytest.mark.parametrize("make", STEPS)
 @pytest.mark.parametrize("max_recordings", [1, 4])
+@pytest.mark.nightly_after(3)
 def test_calls_in_python_and_of_other_shapes_in_between(step_twins, make, max_recordings):
     seen = []
 

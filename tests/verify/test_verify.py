@@ -113,7 +113,7 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize(("verify", "at"), [(1, 5), (3, 7), (4, 5)])
-@pytest.mark.nightly_after(3)
+@pytest.mark.nightly_after(2)
 def test_a_python_variable_that_changes_later(planted, twins, device, training, verify, at):
     factor = [2.0]
     op = planted("scale", lambda x: x * factor[0])
