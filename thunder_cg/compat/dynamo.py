@@ -216,27 +216,12 @@ class _DefaultGroup:
 _default_group = _DefaultGroup()
 
 
-class CodeAtLimit(NamedTuple):
-    """Python code that Dynamo has compiled as often as ``torch._dynamo.config.recompile_limit`` allows.
+def at_limit(compiled: Any, backend: ThunderCompiler) -> Iterator[tuple[str, int, int, str]]:
+    """The code of a compiled function that Dynamo compiles no more, for any function that has it.
 
-    It has done so for one function, and compiles the code no more, for any function.
-
-    Attributes:
-        function: "f (train.py:3)".
-        versions: how often it is compiled, for all functions and instances that have this code.
-        limit: the value of the option.
-        reason: the condition of a version that a call did not meet for which it was not compiled any more; "" if there
-            is no such call, or it is not known.
+    Yields "f (train.py:3)"; how often it is compiled; the recompile limit; and the condition of a version that a call
+    did not meet for which it was not compiled any more, "" if there is no such call, or it is not known.
     """
-
-    function: str
-    versions: int
-    limit: int
-    reason: str
-
-
-def at_limit(compiled: Any, backend: ThunderCompiler) -> Iterator[CodeAtLimit]:
-    """The code of a compiled function that Dynamo compiles no more."""
     own = getattr(getattr(getattr(compiled, "_func", compiled), "_torchdynamo_orig_callable", None), "__code__", None)
     attempts = [each for each in get_compilation_metrics() if "recompile limit" in str(each.fail_reason)]
     refused = {str(each.compile_id): str(each.recompile_reason) for each in attempts}
@@ -249,25 +234,15 @@ def at_limit(compiled: Any, backend: ThunderCompiler) -> Iterator[CodeAtLimit]:
         if len(mine) >= config.recompile_limit or any(each.partition("/")[0] == frame for each in refused):
             last = max(entries, key=lambda entry: entry.compile_id.frame_compile_id or 0).compile_id
             reason, _ = _condition(refused.get(f"{last.frame_id}/{(last.frame_compile_id or 0) + 1}", ""), backend)
-            yield CodeAtLimit(_place_of(code, backend), len(entries), config.recompile_limit, reason)
+            yield _place_of(code, backend), len(entries), config.recompile_limit, reason
 
 
-class Recompiled(NamedTuple):
-    """Python code that Dynamo has compiled once more for a function.
+def recompiled(backend: ThunderCompiler) -> Iterator[tuple[str, str, str]]:
+    """What Dynamo has compiled more than once with this backend, each time but the first.
 
-    Attributes:
-        function: "f (train.py:3)".
-        condition: what a call did not meet of an earlier version, in Dynamo's words: "len(sizes) == 1".
-        line: where that is read, as "train.py:7"; "" if it is not known.
+    Yields "f (train.py:3)"; what a call did not meet of an earlier version, in Dynamo's words: "len(sizes) == 1"; and
+    where that is read, as "train.py:7", "" if it is not known.
     """
-
-    function: str
-    condition: str
-    line: str
-
-
-def recompiled(backend: ThunderCompiler) -> Iterator[Recompiled]:
-    """What Dynamo has compiled more than once with this backend, each time but the first."""
     reasons = {str(each.compile_id): str(each.recompile_reason or "") for each in get_compilation_metrics()}
     for code in filter(None, [reference() for reference in convert_frame.input_codes.seen]):
         for entry in reversed(_debug_get_cache_entry_list(code)):
@@ -275,7 +250,7 @@ def recompiled(backend: ThunderCompiler) -> Iterator[Recompiled]:
             if said and getattr(entry.backend, "compiler_fn", entry.backend) is backend:
                 condition, line = _condition(said, backend)
                 if condition:
-                    yield Recompiled(_place_of(code, backend), condition, line)
+                    yield _place_of(code, backend), condition, line
 
 
 _ATTRIBUTE = re.compile(r"object\.__getattribute__\(([\w.]+), '(\w+)'\)")
