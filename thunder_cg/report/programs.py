@@ -79,22 +79,12 @@ class Outside:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """All programs, oldest first, each forward before its backward.
-
-    Attributes:
-        calls: how often the function was called, as Thunder counts; of Dynamo's graphs, all calls together.
-        failures: in how many of the calls Thunder raised while it compiled.
-        failure: what it raised last and where.
-        python_calls: calls of what `thunder_cg.thunderfx` returned in which no graph of Dynamo's ran, at least.
-        is_of_dynamo: Dynamo reads the Python of the function.
-        uncached: Thunder compiles each call anew, and the programs are those of the last call.
-        recompilations: what Dynamo has compiled more than once.
-    """
+    """All programs, oldest first, each forward before its backward, and what `Report` says of their function."""
 
     programs: tuple[Located, ...]
     calls: int = 0
-    failures: int = 0
-    failure: str | None = None
+    compile_failures: int = 0
+    compile_failure: str | None = None
     outside: tuple[Outside, ...] = ()
     breaks: tuple[GraphBreak, ...] = ()
     limits: tuple[RecompileLimit, ...] = ()

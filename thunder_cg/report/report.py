@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import takewhile
 from typing import Any, Literal, overload
 
@@ -25,7 +25,7 @@ from thunder_cg.report.entries import ChangeReport, InputReport, changes, inputs
 from thunder_cg.report.files import FunctionReport
 from thunder_cg.report.memory import MemoryReport
 from thunder_cg.report.profile import Times, measure
-from thunder_cg.report.programs import Located, Outside, jitted_parts, locate
+from thunder_cg.report.programs import Found, Located, Outside, jitted_parts, locate
 from thunder_cg.report.step import StepReport
 from thunder_cg.runtime.compilation import changed_part
 from thunder_cg.runtime.program import Program
@@ -233,26 +233,18 @@ def report(fn: Any, times: Mapping[int, Times] | None = None) -> Report:
     programs = [located.program for located in found.programs]
     made = Report(
         traces=traces,
-        outside=tuple(each for each in found.outside if each.cost),
         joined=tuple(each for each in found.outside if not each.cost),
         causes=causes(programs, {key: each.ops for key, each in times.items()} if times is not None else None),
         clock=programs[0].backend.name if times and programs else None,
         changes=changes(found.programs, found.recompilations),
         memory=MemoryReport.of(found.programs),
         unmatched=_unmatched(programs),
-        breaks=found.breaks,
-        limits=found.limits,
-        python_calls=found.python_calls,
-        is_of_dynamo=found.is_of_dynamo,
-        uncached=found.uncached,
-        recompilations=found.recompilations,
         differs=(
             *dict.fromkeys(said for program in programs for said in program.compilation.differs),
             *(said for jitted in jitted_parts(fn) for said in _set_too_late(jitted)),
         ),
-        compile_failures=found.failures,
-        compile_failure=found.failure,
-        calls=found.calls,
+        **{each.name: getattr(found, each.name) for each in fields(Found) if each.name not in ("programs", "outside")},
+        outside=tuple(each for each in found.outside if each.cost),
     )
     return made.about(fn)
 
