@@ -105,7 +105,7 @@ def locate(fn: Any, function: str = "explain") -> Found:
     if isinstance(fn, GraphedStep):
         raise NotCompiledError(fn, "graphed_step made this, which calls what Thunder compiled", function)
     if thunder.compile_stats(fn) is not None:
-        programs = tuple(_in_caches(_name(fn), fn))
+        programs = tuple(_in_caches(name_of(original(fn)), fn))
         if not programs and not is_ours(thunder.compile_data(fn)):
             raise NotCompiledError(fn, _WITHOUT_TRANSFORM, function)
         statistics = thunder.compile_stats(fn)
@@ -153,7 +153,7 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
     calls = failures = getattr(backend, "failures", 0)  # of `thunder_cg.thunderfx`
     failure = getattr(backend, "failure", None)
     for number, graph in enumerate(backend.subgraph_infos):
-        label = graph_name(_name(fn), number)
+        label = graph_name(name_of(original(fn)), number)
         compiled = graph.thunder_compiled_fns or []
         for part, jitted in enumerate(compiled):
             programs += _in_caches(part_name(label, part, len(compiled)), jitted, _successor(backend, number))
@@ -164,7 +164,7 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
         ran += [max(thunder.compile_stats(jitted).calls for jitted in compiled)] if compiled else []
         outside += outside_of(label, graph)
         breaks += graph_breaks(label, graph)
-    breaks += breaks_without_graph(_name(fn), fn, backend)
+    breaks += breaks_without_graph(name_of(original(fn)), fn, backend)
     made = counting.counts[0] if (counting := that_counts(fn)) is not None else 0
     without_graph = made - sum(ran)  # negative if a call has several graphs, or calls are not counted
     python_calls = max(0, without_graph) if len(ran) == len(backend.subgraph_infos) else 0
@@ -329,8 +329,7 @@ def _dynamo_backend(fn: Any) -> Any | None:
     return backend if isinstance(backend, compiler.ThunderCompiler) else None
 
 
-def _name(fn: Any) -> str:
-    """The user's name for what was compiled: a module's class, a function's qualified name."""
+def original(fn: Any) -> Any:
+    """What was compiled: what `thunder.jit` or `thunderfx` was given to make ``fn``."""
     data = thunder.compile_data(fn)
-    original = getattr(fn, "_func", fn) if data is None else data.fn
-    return name_of(original)
+    return getattr(fn, "_func", fn) if data is None else data.fn
