@@ -21,9 +21,6 @@ import torch
 
 from thunder_cg.files import refuse_without_folder, replace
 
-FOLDER = Path(__file__).parent / "results"
-"""The result files of this release; a wheel has none of them."""
-
 R = TypeVar("R", bound="MeasuredResults")
 OfRows = TypeVar("OfRows", bound="RowResults")
 

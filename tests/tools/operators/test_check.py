@@ -8,20 +8,20 @@ from thunder.executors import torchex
 from unreached import UNREACHED, WHY
 
 from thunder_cg.analysis.rules import RULES, Evidence
+from thunder_cg.report.rules import RESULTS
 from thunder_cg.tools.operators.check import ONLY_ON_A_GPU, disagreements
 from thunder_cg.tools.operators.results import OperatorResults
-from thunder_cg.tools.results import FOLDER
 
 OP_DB = 697
 
 
-@pytest.fixture(scope="module", params=sorted(FOLDER.glob("rules-*.json")), ids=lambda path: path.stem)
+@pytest.fixture(scope="module", params=sorted(RESULTS.glob("rules-*.json")), ids=lambda path: path.stem)
 def measured(request) -> OperatorResults:
     return OperatorResults.read(request.param)
 
 
 def test_rules_say_what_was_measured():
-    files = [OperatorResults.read(path) for path in FOLDER.glob("rules-*.json")]
+    files = [OperatorResults.read(path) for path in RESULTS.glob("rules-*.json")]
     assert files and disagreements(files) == []
 
 
