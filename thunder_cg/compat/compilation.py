@@ -166,7 +166,7 @@ _lost: WeakKeyDictionary[Any, dict[str, list[Change]]] = WeakKeyDictionary()
 def _note_assignment(owner: Any, name: Any, value: Any) -> Any:
     """Thunder's assignment of an attribute, which it repeats in few calls if the owner is a module."""
     if isinstance(unwrap(owner), torch.nn.Module) and not is_created_during_tracing(owner.provenance):
-        note("assignments", unwrap(name))
+        note_lost("assignments", unwrap(name))
     return _assign(owner, name, value)
 
 
@@ -177,10 +177,10 @@ def note_call(function: str) -> None:
     """Notes a call of a clock and the like, which Thunder calls while it traces. Its own dispatch calls one, too."""
     frames = get_interpreterruntimectx().frame_stack
     if not (frames and frames[-1].code.co_filename.startswith(_THUNDER)):
-        note("calls", function)
+        note_lost("calls", function)
 
 
-def note(kind: str, name: str) -> None:
+def note_lost(kind: str, name: str) -> None:
     """Notes one of the "assignments", "changes" or "calls" that `lost_changes` finds."""
     _, stats = _compile_data.get()
     if stats is not None:

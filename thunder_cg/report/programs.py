@@ -330,6 +330,7 @@ def _dynamo_backend(fn: Any) -> Any | None:
 
 
 def original(fn: Any) -> Any:
-    """What was compiled: what `thunder.jit` or `thunderfx` was given to make ``fn``."""
-    data = thunder.compile_data(fn)
-    return getattr(fn, "_func", fn) if data is None else data.fn
+    """What `thunder.jit` or `thunderfx` was given, if one of them made ``fn``; else ``fn``."""
+    if (data := thunder.compile_data(fn)) is not None:
+        return data.fn
+    return getattr(fn, "_func", fn) if made_by(fn) == "thunderfx" else fn
