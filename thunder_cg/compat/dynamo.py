@@ -327,7 +327,8 @@ def resumed(backend: ThunderCompiler) -> Iterator[tuple[str, str | None, list[Fr
         reason, stack = break_behind(each) or (None, each.user_stack)
         if not lines.isdisjoint((frame.filename, frame.lineno) for frame in stack):
             start = names.get((stack[0].filename, stack[0].name))
-            yield _place_of(start, backend) if start is not None else "", reason, stack
+            function = _place_of(start, backend) if start is not None else ""
+            yield function, reason, stack
 
 
 def gave_up(
@@ -356,4 +357,5 @@ def gave_up(
         if is_own or is_rest or failed_at in ends:
             start, end = (FrameSummary(str(at), number, str(name)) for at, number in ((file, line), failed_at))
             where = [start, end] if is_torchs(end.filename) else [end]
-            yield "" if is_own else _place(str(file), line, str(name), backend), str(each.fail_reason), where
+            function = "" if is_own else _place(str(file), line, str(name), backend)
+            yield function, str(each.fail_reason), where

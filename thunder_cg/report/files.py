@@ -83,9 +83,13 @@ class FunctionReport(Printed):
         raise NotImplementedError
 
     def _forms(self) -> Forms:
-        page, plain = super()._forms().items()
-        json = schema.MARK, lambda: schema.dumps(self)
-        return dict([page, (".md", (markdown.MARK, self._markdown)), (".json", json), plain])
+        forms = super()._forms()
+        return {
+            ".html": forms[".html"],
+            ".md": (markdown.MARK, self._markdown),
+            ".json": (schema.MARK, lambda: schema.dumps(self)),
+            ".txt": forms[".txt"],
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """The whole report as dicts, lists, strings, numbers and None, ready for `json.dumps`."""
