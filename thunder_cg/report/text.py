@@ -159,8 +159,8 @@ def entry(trace: TraceReport) -> str:
     modes.append(f"autocast to {trace.autocast}" if trace.autocast else "no autocast")
     took = [f"compiled in {trace.compile_seconds:.2f} s"]
     took += [f"captures took {trace.capture_seconds:.3f} s"] if trace.capture_seconds else []
-    said = [", ".join([*map(_input, trace.inputs[:4]), *([f"{len(trace.inputs) - 4} more"] * (len(trace.inputs) > 4))])]
-    return "; ".join([f"for {said[0]}" if trace.inputs else "for no tensors", ", ".join(modes), ", ".join(took)])
+    inputs = [*map(_input, trace.inputs[:4]), *([f"{len(trace.inputs) - 4} more"] * (len(trace.inputs) > 4))]
+    return "; ".join([f"for {', '.join(inputs) or 'no tensors'}", ", ".join(modes), ", ".join(took)])
 
 
 def _input(brought: InputReport) -> str:
