@@ -13,7 +13,7 @@ from thunder_cg.report.collectives import name_of
 from thunder_cg.report.files import FunctionReport
 from thunder_cg.report.memory import MemoryReport
 from thunder_cg.report.step_lines import PRINTS, unreplayed
-from thunder_cg.report.units import count
+from thunder_cg.report.units import count, grouped
 from thunder_cg.step import GraphedStep
 from thunder_cg.step.calls import StepCollective
 
@@ -96,13 +96,10 @@ class StepReport(FunctionReport):
 def _collectives(communicates: Mapping[ProcessGroup, Sequence[StepCollective]]) -> Iterator[str]:
     """``"2 all_reduce of 3.0 KiB in the group default_pg of 2 ranks; 1 can overlap with compute"``."""
     for group, begun in communicates.items():
-        alike: dict[str, list[StepCollective]] = {}
-        for each in begun:
-            alike.setdefault(each.name, []).append(each)
-        for name, total in alike.items():
-            nbytes = [each.nbytes for each in total]
-            said = text.collectives_alike(name, nbytes, name_of(group), group.size(), len(total))
-            yield f"{said}; {sum(each.overlaps for each in total):,} can overlap with compute"
+        for alike in grouped(begun, lambda each: each.name):
+            nbytes = [each.nbytes for each in alike]
+            said = text.collectives_alike(alike[0].name, nbytes, name_of(group), group.size(), len(alike))
+            yield f"{said}; {sum(each.overlaps for each in alike):,} can overlap with compute"
 
 
 def _parts(reason: str) -> Iterator[str]:
