@@ -170,7 +170,7 @@ class TracedWork:
 
 
 def _write(target: Any, value: Any, async_op: bool) -> TracedWork | None:
-    compat.symbol_of(torch.Tensor.copy_)(target, value)
+    compat.symbols_of_functions()[torch.Tensor.copy_](target, value)
     return TracedWork() if async_op else None
 
 
@@ -209,7 +209,7 @@ def all_reduce(
         return None
     is_thunders = not async_op and op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX)
     if is_thunders and not compat.get_compile_data().is_grad_enabled:  # it needs no copy, and knows no gradient
-        compat.symbol_of(dist.all_reduce)(tensor, op, group)
+        compat.symbols_of_functions()[dist.all_reduce](tensor, op, group)
         return None
     return _write(tensor, _reduced(tensor, _named(op, "all_reduce"), group), async_op)
 

@@ -9,7 +9,7 @@ from thunder_cg.analysis.ops import names_in
 from thunder_cg.analysis.partition import PlannedTrace, Region
 from thunder_cg.compat import thunder as compat
 from thunder_cg.executor import executor
-from thunder_cg.runtime.functions import listed, unused
+from thunder_cg.runtime.functions import unused
 from thunder_cg.runtime.outputs import copy_out
 from thunder_cg.runtime.program import Program
 
@@ -118,7 +118,7 @@ class Emitter:
         taken = self._handle("inputs", "inputs0")
         unpack = executor.bind("unpack_inputs", list, [taken], inputs)
         return [
-            self._bind("cudagraph_inputs", listed, inputs, taken),
+            self._bind("cudagraph_inputs", lambda *values: [*values], inputs, taken),
             executor.bind(region.name, region.run_list, [call, taken], outputs, subsymbols=[unpack, *subsymbols]),
         ]
 

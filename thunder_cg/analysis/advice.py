@@ -89,7 +89,8 @@ def for_read(line: SourceLine | None = None) -> str:
     if line is None:
         return KEEP_ON_DEVICE
     is_branch = (line.text or "").startswith(("if ", "elif ", "while ", "assert "))
-    fix = next(_uses(line), for_branch(line) if is_branch else KEEP_ON_DEVICE)
+    uses = (use for read in _reads(line) for use in _use(read, _parents(_text(line))))
+    fix = next(uses, for_branch(line) if is_branch else KEEP_ON_DEVICE)
     return f"{fix}{_for_training(line)}" if fix == _COMPUTED else fix
 
 
@@ -111,11 +112,6 @@ def _of_branch(branch: ast.If | ast.While) -> str:
 def for_size(said: str) -> str:
     """What to do about a result of a size that is not known: ``said`` has the operator's name in it."""
     return next((fix for name, fix in _OF_SIZE.items() if name in said), _MASKED)
-
-
-def _uses(line: SourceLine) -> Iterator[str]:
-    for read in _reads(line):
-        yield from _use(read, _parents(_text(line)))
 
 
 def _for_training(line: SourceLine) -> str:
@@ -156,7 +152,8 @@ def _use(value: ast.expr, parents: _Parents, *, follows: bool = True) -> Iterato
         elif isinstance(parent, ast.FormattedValue):
             yield _LOGGED
         elif isinstance(parent, ast.Subscript):
-            found = _CHOSEN if _is_called(parent, parents) else _COMPUTED
+            is_called = getattr(parents.get(parent), "func", None) is parent
+            found = _CHOSEN if is_called else _COMPUTED
         elif isinstance(parent, ast.BinOp):
             found = found or _COMPUTED
         elif isinstance(parent, (ast.Call, ast.keyword)):
@@ -199,10 +196,6 @@ def _function(node: ast.AST, parents: _Parents) -> ast.AST | None:
     while not isinstance(node, ast.FunctionDef) and node in parents:
         node = parents[node]
     return node
-
-
-def _is_called(node: ast.AST, parents: _Parents) -> bool:
-    return getattr(parents.get(node), "func", None) is node
 
 
 def _called(node: ast.AST) -> str:

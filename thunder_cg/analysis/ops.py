@@ -18,7 +18,7 @@ from thunder_cg.analysis.rules.record import Arguments, TensorArgument
 from thunder_cg.analysis.sources import SourceLine, Stacks, line_behind, user_frames
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.distributed import ProcessGroup
-from thunder_cg.compat.lines import arguments_at, is_in_library
+from thunder_cg.compat.lines import arguments_at, is_called_by_torch
 from thunder_cg.compat.operators import is_cudagraph_unsafe, library_names
 from thunder_cg.compat.settings import Settings
 
@@ -303,7 +303,7 @@ class _TraceReader:
             subs=self.ops(bound.subsymbols),
             line=str(line) if line is not None and line.is_users else None,
             library_line=library_line,
-            module=self.module((*inputs, *arguments_at(bound))) if library_line or is_in_library(bound) else None,
+            module=self.module((*inputs, *arguments_at(bound))) if library_line or is_called_by_torch(bound) else None,
             at=line,
             tags=frozenset(tag.name for tag in bound.sym.tags or ()),
             is_tagged_unsafe=any(map(is_cudagraph_unsafe, functions)),

@@ -166,26 +166,22 @@ _lost: WeakKeyDictionary[Any, dict[str, list[Change]]] = WeakKeyDictionary()
 def _note_assignment(owner: Any, name: Any, value: Any) -> Any:
     """Thunder's assignment of an attribute, which it repeats in few calls if the owner is a module."""
     if isinstance(unwrap(owner), torch.nn.Module) and not is_created_during_tracing(owner.provenance):
-        _note("assignments", unwrap(name))
+        note_lost("assignments", unwrap(name))
     return _assign(owner, name, value)
 
 
 _general_jit_lookaside_map[setattr] = _note_assignment
 
 
-def note_change(method: str) -> None:
-    """Notes that the Python code changes a container of its caller's, which Thunder does while it traces."""
-    _note("changes", method)
-
-
 def note_call(function: str) -> None:
     """Notes a call of a clock and the like, which Thunder calls while it traces. Its own dispatch calls one, too."""
     frames = get_interpreterruntimectx().frame_stack
     if not (frames and frames[-1].code.co_filename.startswith(_THUNDER)):
-        _note("calls", function)
+        note_lost("calls", function)
 
 
-def _note(kind: str, name: str) -> None:
+def note_lost(kind: str, name: str) -> None:
+    """Notes one of the "assignments", "changes" or "calls" that `lost_changes` finds."""
     _, stats = _compile_data.get()
     if stats is not None:
         frames = [frame for frame in get_interpreterruntimectx().frame_stack if frame.positions is not None]

@@ -45,7 +45,7 @@ from thunder.extend import OperatorExecutor, register_executor
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 
-from thunder_cg.compat.compilation import note_call, note_change
+from thunder_cg.compat.compilation import note_call, note_lost
 from thunder_cg.compat.distributed import is_alive
 from thunder_cg.compat.thunder import is_ours
 
@@ -349,7 +349,7 @@ def _look_aside_and_check(self: InterpreterCompileCtx, fn: Any, /, *args: Any, *
         container = args[0]
         if fn.__name__ in _CHANGING and _is_callers(container):
             _forget_check(container)
-            note_change(f"{kind.__name__}.{fn.__name__}")
+            note_lost("changes", f"{kind.__name__}.{fn.__name__}")
         elif (
             fn.__name__ == "__getitem__" and isinstance(container.value, dict) and args[1].value not in container.value
         ):

@@ -216,66 +216,49 @@ class _DefaultGroup:
 _default_group = _DefaultGroup()
 
 
-class CodeAtLimit(NamedTuple):
-    """Python code that Dynamo has compiled as often as ``torch._dynamo.config.recompile_limit`` allows.
+def at_limit(compiled: Any, backend: ThunderCompiler) -> Iterator[tuple[str, int, int, str]]:
+    """The code of a compiled function that Dynamo compiles no more, for any function that has it.
 
-    It has done so for one function, and compiles the code no more, for any function.
-
-    Attributes:
-        function: "f (train.py:3)".
-        versions: how often it is compiled, for all functions and instances that have this code.
-        limit: the value of the option.
-        reason: the condition of a version that a call did not meet for which it was not compiled any more; "" if there
-            is no such call, or it is not known.
+    Yields "f (train.py:3)"; how often it is compiled; the recompile limit; and the condition of a version that a call
+    did not meet for which it was not compiled any more, "" if there is no such call, or it is not known.
     """
-
-    function: str
-    versions: int
-    limit: int
-    reason: str
-
-
-def at_limit(compiled: Any, backend: ThunderCompiler) -> Iterator[CodeAtLimit]:
-    """The code of a compiled function that Dynamo compiles no more."""
     own = getattr(getattr(getattr(compiled, "_func", compiled), "_torchdynamo_orig_callable", None), "__code__", None)
     attempts = [each for each in get_compilation_metrics() if "recompile limit" in str(each.fail_reason)]
     refused = {str(each.compile_id): str(each.recompile_reason) for each in attempts}
-    for code in filter(None, [reference() for reference in convert_frame.input_codes.seen]):
-        entries = _debug_get_cache_entry_list(code)
-        mine = [each for each in entries if getattr(each.backend, "compiler_fn", each.backend) is backend]
+    for code in _codes():
+        entries, mine = _debug_get_cache_entry_list(code), _entries(code, backend)
         if len(entries) < config.recompile_limit or not (code is own or mine):
             continue
         frame = str(entries[0].compile_id.frame_id)
         if len(mine) >= config.recompile_limit or any(each.partition("/")[0] == frame for each in refused):
             last = max(entries, key=lambda entry: entry.compile_id.frame_compile_id or 0).compile_id
             reason, _ = _condition(refused.get(f"{last.frame_id}/{(last.frame_compile_id or 0) + 1}", ""), backend)
-            yield CodeAtLimit(_place_of(code, backend), len(entries), config.recompile_limit, reason)
+            yield _place_of(code, backend), len(entries), config.recompile_limit, reason
 
 
-class Recompiled(NamedTuple):
-    """Python code that Dynamo has compiled once more for a function.
+def recompiled(backend: ThunderCompiler) -> Iterator[tuple[str, str, str]]:
+    """What Dynamo has compiled more than once with this backend, each time but the first.
 
-    Attributes:
-        function: "f (train.py:3)".
-        condition: what a call did not meet of an earlier version, in Dynamo's words: "len(sizes) == 1".
-        line: where that is read, as "train.py:7"; "" if it is not known.
+    Yields "f (train.py:3)"; what a call did not meet of an earlier version, in Dynamo's words: "len(sizes) == 1"; and
+    where that is read, as "train.py:7", "" if it is not known.
     """
-
-    function: str
-    condition: str
-    line: str
-
-
-def recompiled(backend: ThunderCompiler) -> Iterator[Recompiled]:
-    """What Dynamo has compiled more than once with this backend, each time but the first."""
     reasons = {str(each.compile_id): str(each.recompile_reason or "") for each in get_compilation_metrics()}
-    for code in filter(None, [reference() for reference in convert_frame.input_codes.seen]):
-        for entry in reversed(_debug_get_cache_entry_list(code)):
-            said = reasons.get(str(entry.compile_id), "")
-            if said and getattr(entry.backend, "compiler_fn", entry.backend) is backend:
-                condition, line = _condition(said, backend)
-                if condition:
-                    yield Recompiled(_place_of(code, backend), condition, line)
+    for code in _codes():
+        for entry in reversed(_entries(code, backend)):
+            condition, line = _condition(reasons.get(str(entry.compile_id), ""), backend)
+            if condition:
+                yield _place_of(code, backend), condition, line
+
+
+def _codes() -> list[CodeType]:
+    """The Python code that Dynamo has met."""
+    return [code for code in (reference() for reference in convert_frame.input_codes.seen) if code is not None]
+
+
+def _entries(code: CodeType, backend: ThunderCompiler) -> list[Any]:
+    """What it has been compiled to with this backend."""
+    entries = _debug_get_cache_entry_list(code)
+    return [each for each in entries if getattr(each.backend, "compiler_fn", each.backend) is backend]
 
 
 _ATTRIBUTE = re.compile(r"object\.__getattribute__\(([\w.]+), '(\w+)'\)")
@@ -331,55 +314,30 @@ def break_behind(ended: Any) -> tuple[str, list[FrameSummary]] | None:
     return None
 
 
-class Resumed(NamedTuple):
-    """A graph break that Dynamo goes on after.
+def resumed(backend: ThunderCompiler) -> Iterator[tuple[str, str | None, list[FrameSummary]]]:
+    """Graph breaks that Dynamo goes on after with this backend, also those with no operator and so no graph before.
 
-    Attributes:
-        function: as of `GivenUp`; "" if it is not known.
-        reason: in Dynamo's words; None if it is not known.
-        stack: where, from the function to what it calls.
+    Yields the function, "" if it is not known; the reason in Dynamo's words, if it is known; and the stack.
     """
-
-    function: str
-    reason: str | None
-    stack: list[FrameSummary]
-
-
-def resumed(backend: ThunderCompiler) -> Iterator[Resumed]:
-    """Graph breaks that Dynamo goes on after with this backend, also those with no operator and so no graph before."""
-    codes = [code for code in (reference() for reference in convert_frame.input_codes.seen) if code is not None]
+    codes = _codes()
     names = {(code.co_filename, code.co_name): code for code in codes}
     rests = ((code, rest) for code in codes if (rest := _RESUMED.fullmatch(code.co_name)) is not None)
-    lines = {(code.co_filename, int(rest[2])) for code, rest in rests if _is_compiled(code, backend)}
+    lines = {(code.co_filename, int(rest[2])) for code, rest in rests if _entries(code, backend)}
     for each in graph_break_reasons:
         reason, stack = break_behind(each) or (None, each.user_stack)
         if not lines.isdisjoint((frame.filename, frame.lineno) for frame in stack):
             start = names.get((stack[0].filename, stack[0].name))
-            yield Resumed(_place_of(start, backend) if start is not None else "", reason, stack)
+            function = _place_of(start, backend) if start is not None else ""
+            yield function, reason, stack
 
 
-def _is_compiled(code: CodeType, backend: ThunderCompiler) -> bool:
-    entries = _debug_get_cache_entry_list(code)
-    return any(getattr(entry.backend, "compiler_fn", entry.backend) is backend for entry in entries)
+def gave_up(
+    compiled: Any, backend: ThunderCompiler, ends: Collection[tuple[str, int | None]]
+) -> Iterator[tuple[str, str, list[FrameSummary]]]:
+    """What Dynamo compiles nothing of, as with a graph break in a loop.
 
-
-class GivenUp(NamedTuple):
-    """Python code of which Dynamo compiles nothing, such as one with a graph break in a loop.
-
-    Attributes:
-        function: "f (train.py:3)", or what comes after a graph break: "f (from train.py:7 on)"; "" for all that was
-            compiled.
-        reason: in Dynamo's words.
-        where: the line of the graph break; if that is PyTorch's, as of a hook, after the function's first line.
-    """
-
-    function: str
-    reason: str
-    where: list[FrameSummary]
-
-
-def gave_up(compiled: Any, backend: ThunderCompiler, ends: Collection[tuple[str, int | None]]) -> Iterator[GivenUp]:
-    """What Dynamo compiles nothing of.
+    Yields "f (train.py:3)", or what comes after a graph break: "f (from train.py:7 on)", "" for all that was compiled;
+    the reason in Dynamo's words; and the line of the break, after the function's first line if that line is PyTorch's.
 
     Args:
         ends: files and lines at which graphs of this function end. What follows them is code of its own for Dynamo, and
@@ -399,4 +357,5 @@ def gave_up(compiled: Any, backend: ThunderCompiler, ends: Collection[tuple[str,
         if is_own or is_rest or failed_at in ends:
             start, end = (FrameSummary(str(at), number, str(name)) for at, number in ((file, line), failed_at))
             where = [start, end] if is_torchs(end.filename) else [end]
-            yield GivenUp("" if is_own else _place(str(file), line, str(name), backend), str(each.fail_reason), where)
+            function = "" if is_own else _place(str(file), line, str(name), backend)
+            yield function, str(each.fail_reason), where

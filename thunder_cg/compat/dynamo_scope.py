@@ -58,7 +58,9 @@ def scope_dynamo(function: Any) -> None:
     convert = getattr(callback, "_torchdynamo_orig_backend", None)
     if callback is None or convert is None:
         return
-    history, backend = _SizeHistory(), _innermost_backend(callback)
+    history, backend = _SizeHistory(), callback
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
 
     def convert_scoped(frame: Any, *args: Any, skip: int = 0, **kwargs: Any) -> Any:
         if frame.f_code.co_filename in _OF_NODES:
@@ -79,12 +81,6 @@ def scope_dynamo(function: Any) -> None:
     for name in ("_torchdynamo_orig_backend", "_clone_with_backend"):  # what others read of it
         setattr(convert_scoped, name, getattr(convert, name))
     callback._torchdynamo_orig_backend = convert_scoped
-
-
-def _innermost_backend(callback: Any) -> Any:
-    while hasattr(callback, "_torchdynamo_orig_backend"):
-        callback = callback._torchdynamo_orig_backend
-    return callback
 
 
 class _SizeHistory:

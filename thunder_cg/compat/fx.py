@@ -151,12 +151,9 @@ def numpy_name(node: Node) -> str | None:
 def is_of_array(node: Node) -> bool:
     """Whether it makes a tensor of an array of NumPy's, for which Dynamo has a tensor."""
     source = node.args[0] if node.args else None
-    is_array = isinstance(source, Node) and (_is_numpys_input(source) or numpy_name(source) is not None)
-    return node.target in (torch.tensor, torch.as_tensor) and is_array
-
-
-def _is_numpys_input(node: Node) -> bool:
-    return isinstance(getattr(node, "_dynamo_source", None), NumpyTensorSource)
+    if not isinstance(source, Node) or node.target not in (torch.tensor, torch.as_tensor):
+        return False
+    return isinstance(getattr(source, "_dynamo_source", None), NumpyTensorSource) or numpy_name(source) is not None
 
 
 def symbols_in(node: Node) -> frozenset[Any]:

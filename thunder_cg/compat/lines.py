@@ -112,7 +112,7 @@ def _keeping_lines(processor: type[Any]) -> None:
     def process_bsym(self: Any, bound: Any) -> None:
         at = bound.source_positions
         if at is not None and not arguments_at(bound):
-            at = _LineOf(at.lineno, tuple(proxy.name for proxy in bound.flat_proxy_args), is_in_library(bound))
+            at = _LineOf(at.lineno, tuple(proxy.name for proxy in bound.flat_proxy_args), is_called_by_torch(bound))
         self.new_trace.set_current_source_location(bound.source_filename, at)
         process(self, bound)
 
@@ -138,7 +138,7 @@ def arguments_at(bound: Any) -> tuple[str, ...]:
     return at.arguments if isinstance(at, _LineOf) else ()
 
 
-def is_in_library(bound: Any) -> bool:
+def is_called_by_torch(bound: Any) -> bool:
     """Whether the line of a symbol is the user's, and the operator is called by a module of PyTorch's."""
     at = bound.source_positions
     return isinstance(at, _LineOf) and at.in_library

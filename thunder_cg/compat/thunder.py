@@ -266,12 +266,6 @@ LOST_GRADIENT = (
 in_torchs_language: Any = langctx(Languages.TORCH)  # operators on proxies are PyTorch's inside such a function
 
 
-def symbol_of(function: Callable[..., Any]) -> Symbol:
-    """Thunder's symbol for a function of PyTorch."""
-    symbol: Symbol = _torch_to_thunder_function_map[function]
-    return symbol
-
-
 def symbols_of_functions() -> dict[Any, Any]:
     """Thunder's symbol for each function of PyTorch that it knows."""
     return _torch_to_thunder_function_map

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from thunder_cg.compat.tensors import tensors_in, tree_map_only
-from thunder_cg.diagnose.compiling import compiled_as, original, refuse_sharded, transform_of
+from thunder_cg.diagnose.compiling import compiled_as, refuse_sharded, transform_of
 from thunder_cg.errors import DisagreementWarning, NotCompiledError
-from thunder_cg.report.programs import locate
+from thunder_cg.report.programs import locate, original
 from thunder_cg.report.state import StateBefore
 from thunder_cg.runtime.region import RuntimeRegion
 from thunder_cg.transform import CudagraphTransform

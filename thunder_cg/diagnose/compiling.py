@@ -21,12 +21,6 @@ def transform_of(fn: Any) -> CudagraphTransform | None:
     return next((each for each in transforms if isinstance(each, CudagraphTransform)), None)
 
 
-def original(fn: Any) -> Any:
-    """What ``thunder.jit`` was given, if it made ``fn``; else ``fn``."""
-    data = thunder.compile_data(fn)
-    return fn if data is None else data.fn
-
-
 def refuse_sharded(fn: Any, source: Any, function: str) -> None:
     """Raises `NotCompiledError` if ranks have shards of the parameters of ``source``: compiled anew, it has others."""
     if not (is_distributed() and isinstance(fn, compat.ThunderModule)):

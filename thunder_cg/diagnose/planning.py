@@ -14,10 +14,10 @@ import torch
 from thunder_cg.analysis.sources import described, line_of
 from thunder_cg.compat.compiled import OPTIONS, computation_and_inputs
 from thunder_cg.compat.tensors import tensors_in, tree_map_only
-from thunder_cg.diagnose.compiling import compiled_as, original, refuse_sharded, transform_of
+from thunder_cg.diagnose.compiling import compiled_as, refuse_sharded, transform_of
 from thunder_cg.errors import CudagraphError, NotCompiledError, OptionError
 from thunder_cg.options import Options, taken_from
-from thunder_cg.report.programs import made_by
+from thunder_cg.report.programs import made_by, original
 from thunder_cg.report.report import Report, explain
 from thunder_cg.runtime.compilation import name_of, with_advice
 from thunder_cg.transform import CudagraphTransform

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ from thunder_cg.compat.compiled import (
     original_module,
 )
 from thunder_cg.compat.containers import CONSTANTS, check_group, check_length
-from thunder_cg.compat.guards import module_dictionaries
+from thunder_cg.compat.guards import dictionary_of, module_dictionaries
 from thunder_cg.compat.settings import without_torch_functions
 from thunder_cg.compat.thunder import BoundSymbol, PrimIDs, ThunderModule, from_trace, prims, tracectx, tree_flatten
 from thunder_cg.executor import executor
@@ -258,7 +257,7 @@ class _ModuleChecks:
         """Has a dictionary, or an object and its classes, watched for changes."""
         self._watched[id(item)] = ref(item) if item is self._module else item
         for kind in type(item).__mro__[:-1] if not isinstance(item, dict) else ():
-            (dictionary,) = gc.get_referents(vars(kind))  # that its mapping proxy stands for
+            dictionary = dictionary_of(kind)
             self._watched[id(dictionary)] = dictionary
 
     def attribute_guard(self) -> AttributeGuard:

@@ -38,7 +38,7 @@ def register(
         return checker(**bound.arguments)
 
     executor.register_implementation(
-        compat.symbol_of(function),
+        compat.symbols_of_functions()[function],
         checker=check,
         execution_transform=partial(implementation, derives=False),
         grad_transform=partial(implementation, derives=True),

@@ -136,14 +136,13 @@ def recompilations(backend: Any) -> Iterator[Recompilation]:
     """What Dynamo has compiled more than once, those together that are about one value."""
     from thunder_cg.compat.dynamo import MODE, recompiled  # Dynamo is imported by now
 
-    alike: dict[Any, list[Any]] = {}
-    for each in recompiled(backend):
-        alike.setdefault(
-            (each.function, each.line, re.split(r" [=!<>]=? |\. expected ", each.condition)[0]), []
-        ).append(each)
-    for (function, line, _), all_ in alike.items():
-        condition = all_[0].condition
-        yield Recompilation(function, condition, line, len(all_), condition.startswith(MODE))
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for function, condition, line in recompiled(backend):
+        value = re.split(r" [=!<>]=? |\. expected ", condition)[0]
+        alike.setdefault((function, line, value), []).append(condition)
+    for (function, line, _), conditions in alike.items():
+        first = conditions[0]
+        yield Recompilation(function, first, line, len(conditions), first.startswith(MODE))
 
 
 def is_after_break(function: str) -> bool:

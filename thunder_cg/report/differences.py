@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from thunder_cg.report import files, html, opening, terminal, text, units
+from thunder_cg.report import html, opening, text, units
+from thunder_cg.report.files import Printed
 
 if TYPE_CHECKING:
     from thunder_cg.report.report import OpReport, Report, TraceReport
@@ -30,7 +30,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Differences:
+class Differences(Printed):
     """What differs between two reports. `print` it, leave it as a notebook cell's last line, or `save` it to a file."""
 
     before: str  # the headlines of the reports
@@ -47,22 +47,10 @@ class Differences:
             found += [f"{indent}{change.what}: {change.before} -> {change.after}" for change in changes]
         return tuple(found or [_NONE])
 
-    def save(self, path: str | Path) -> None:
-        """Writes the differences to a file: one page that needs nothing else, or text.
+    _title = "CUDA graphs, before and after"
 
-        Args:
-            path: ends with .html or .txt.
-
-        Raises:
-            ValueError: it ends otherwise.
-            FileExistsError: there is a file that is no report. Earlier reports are replaced.
-        """
-        files.save(self, Path(path), files.OF_DIFFERENCES)
-
-    def __str__(self) -> str:
-        return terminal.fit("\n".join([f"before: {self.before}", f"after:  {self.after}", *self.lines]))
-
-    __repr__ = __str__
+    def _text(self) -> str:
+        return "\n".join([f"before: {self.before}", f"after:  {self.after}", *self.lines])
 
     def _repr_html_(self) -> str:
         return html.differences(self)

@@ -3,47 +3,18 @@
 from __future__ import annotations
 
 import os
-import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Any
 
-from thunder_cg.errors import CudagraphError, OptionError
+from thunder_cg.errors import OptionError
 from thunder_cg.files import refuse_foreign, replace
 from thunder_cg.report.programs import locate
 from thunder_cg.runtime.backend import Graph
 from thunder_cg.step import GraphedStep
 
 MARK = "// thunder_cg: the graph of"  # files begin with it, in a comment of Graphviz's language
-T = TypeVar("T", bound="OfFunction")
-
-
-class OfFunction:
-    """Where a report came from. It is no field: neither files nor comparisons of reports have it."""
-
-    __slots__ = ("_function",)
-    _function: Callable[[], Any]  # a weak reference, as a report keeps no function
-
-    def about(self: T, fn: Any) -> T:
-        """The report, with what it is about."""
-        object.__setattr__(self, "_function", weakref.ref(fn))
-        return self
-
-    def _function_for(self, method: str) -> Any:
-        fn = self._function() if hasattr(self, "_function") else None
-        if fn is None:
-            problem = "this report has no function: it is a plan, it was loaded, or its function is gone"
-            raise CudagraphError(f"{type(self).__name__}.{method}: {problem}; call thunder_cg.{method}(fn, ...)")
-        return fn
-
-    def dump_dot(self, region: str, path: str | Path) -> None:
-        """Writes the graph of a region, or of a whole step, to a file for Graphviz: :func:`thunder_cg.dump_dot`.
-
-        Raises:
-            CudagraphError: the report was loaded from a file, or its function is gone.
-        """
-        dump_dot(self._function_for("dump_dot"), region, path)
 
 
 def dump_dot(fn: Any, region: str, path: str | os.PathLike[str]) -> None:

@@ -1,51 +1,113 @@
-"""Reports in files: the suffix says the form, and no file is overwritten that is no report."""
+"""What all reports can do: be printed, shown in a notebook, and saved to files of which the suffix says the form."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, ClassVar, TypeVar
 
+from thunder_cg.errors import CudagraphError
 from thunder_cg.files import refuse_foreign, replace
-from thunder_cg.report import html, markdown, schema, terminal, text
+from thunder_cg.report import html, markdown, schema, terminal
+from thunder_cg.report.dot import dump_dot
 
-if TYPE_CHECKING:
-    from thunder_cg.report.differences import Differences
-    from thunder_cg.report.report import Report
-    from thunder_cg.report.step import StepReport
-
-T = TypeVar("T")
-Forms = Mapping[str, tuple[str, Callable[[T], str]]]  # by suffix: how files of the form begin, and the content
+T = TypeVar("T", bound="FunctionReport")
+Forms = Mapping[str, tuple[str, Callable[[], str]]]  # by suffix: how files of the form begin, and the content
 
 _TEXT_MARK = "thunder_cg report\n"
 
 
-def _text(said: str) -> str:
-    return f"{_TEXT_MARK}\n{terminal.wrap(said)}\n"
+class Printed:
+    """What is printed, left as a notebook cell's last line, and saved. No file is overwritten that is no report."""
+
+    __slots__ = ()
+    _title: ClassVar[str]  # of its page
+
+    def _text(self) -> str:
+        raise NotImplementedError
+
+    def _repr_html_(self) -> str:
+        raise NotImplementedError
+
+    def _forms(self) -> Forms:
+        return {
+            ".html": (html.MARK, lambda: html.page(self._repr_html_(), self._title)),
+            ".txt": (_TEXT_MARK, lambda: f"{_TEXT_MARK}\n{terminal.wrap(self._text())}\n"),
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Writes it to a file: one page that needs nothing else, or what else the suffix says.
+
+        Args:
+            path: ends with .html or .txt; of the report of a function or a step also with .md, or .json (see
+                :mod:`thunder_cg.report.schema`).
+
+        Raises:
+            ValueError: it ends otherwise.
+            FileExistsError: there is a file that is no report. Earlier reports are replaced.
+        """
+        path, forms = Path(path), self._forms()
+        if path.suffix not in forms:
+            raise ValueError(f"{path} ends with {path.suffix!r}; this is saved as one of {', '.join(forms)}")
+        mark, form = forms[path.suffix]
+        refuse_foreign(path, mark)
+        replace(path, form())
+
+    def __str__(self) -> str:
+        return terminal.fit(self._text())
+
+    __repr__ = __str__
 
 
-OF_REPORT: Forms[Report] = {
-    ".html": (html.MARK, lambda report: html.page(html.render(report), "CUDA graphs")),
-    ".md": (markdown.MARK, markdown.render),
-    ".json": (schema.MARK, schema.dumps),
-    ".txt": (_TEXT_MARK, lambda report: _text(text.render(report))),
-}
-OF_STEP: Forms[StepReport] = {
-    ".html": (html.MARK, lambda report: html.page(html.lines(report.lines()), "CUDA graphs of a step")),
-    ".md": (markdown.MARK, lambda report: markdown.lines(report.lines())),
-    ".json": (schema.MARK, schema.dumps),
-    ".txt": (_TEXT_MARK, lambda report: _text("\n".join(report.lines()))),
-}
-OF_DIFFERENCES: Forms[Differences] = {
-    ".html": (html.MARK, lambda differences: html.page(html.differences(differences), "CUDA graphs, before and after")),
-    ".txt": (_TEXT_MARK, lambda differences: _text(str(differences))),
-}
+class FunctionReport(Printed):
+    """The report of a function or of a step. It refers to the function, but neither files nor comparisons have that."""
 
+    __slots__ = ("_function",)
+    _function: Callable[[], Any]  # a weak reference, as a report keeps no function
 
-def save(content: T, path: Path, forms: Forms[T]) -> None:
-    """Writes a report, or differences, in the form of the path's suffix: `thunder_cg.report.Report.save`."""
-    if path.suffix not in forms:
-        raise ValueError(f"{path} ends with {path.suffix!r}; this is saved as one of {', '.join(forms)}")
-    mark, form = forms[path.suffix]
-    refuse_foreign(path, mark)
-    replace(path, form(content))
+    def about(self: T, fn: Any) -> T:
+        """The report, with what it is about."""
+        object.__setattr__(self, "_function", weakref.ref(fn))
+        return self
+
+    def _function_for(self, method: str) -> Any:
+        fn = self._function() if hasattr(self, "_function") else None
+        if fn is None:
+            problem = "this report has no function: it is a plan, it was loaded, or its function is gone"
+            raise CudagraphError(f"{type(self).__name__}.{method}: {problem}; call thunder_cg.{method}(fn, ...)")
+        return fn
+
+    def _markdown(self) -> str:
+        raise NotImplementedError
+
+    def _forms(self) -> Forms:
+        forms = super()._forms()
+        return {
+            ".html": forms[".html"],
+            ".md": (markdown.MARK, self._markdown),
+            ".json": (schema.MARK, lambda: schema.dumps(self)),
+            ".txt": forms[".txt"],
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """The whole report as dicts, lists, strings, numbers and None, ready for `json.dumps`."""
+        return dict(schema.plain(asdict(self)))  # type: ignore[call-overload]
+
+    @classmethod
+    def load(cls: type[T], path: str | Path) -> T:
+        """The report that `save` wrote to a .json file. ValueError if the file is something else."""
+        return schema.loads(cls, Path(path).read_text(encoding="utf-8"), str(path))
+
+    def show(self) -> None:
+        """Prints the text: on a terminal in colour, unless the environment variable NO_COLOR is set."""
+        terminal.show(self._text())
+
+    def dump_dot(self, region: str, path: str | Path) -> None:
+        """Writes the graph of a region, or of a whole step, to a file for Graphviz: :func:`thunder_cg.dump_dot`.
+
+        Raises:
+            CudagraphError: the report was loaded from a file, or its function is gone.
+        """
+        dump_dot(self._function_for("dump_dot"), region, path)

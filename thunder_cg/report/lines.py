@@ -7,21 +7,19 @@ breaks of Dynamo's. A reader changes lines, so all that one line does stands bel
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from thunder_cg.analysis.partition import NO_GAIN
 from thunder_cg.report.breaks import ITEM
-from thunder_cg.report.units import count
+from thunder_cg.report.units import count, grouped
 
 if TYPE_CHECKING:
     from thunder_cg.report.breaks import GraphBreak
     from thunder_cg.report.causes import CauseReport
     from thunder_cg.report.programs import Outside
     from thunder_cg.report.report import Report
-
-T = TypeVar("T")
 
 _MOST_LINES = 30  # of source
 _LONG = 80  # characters of a reason or fix, which is not said again for another line
@@ -54,8 +52,7 @@ def by_line(report: Report) -> Iterator[str]:
     small = [problem for problem in found if problem.fix == NO_GAIN]
     found = [problem for problem in found if problem.fix != NO_GAIN]
     found.sort(key=lambda problem: _cost([problem]), reverse=True)
-    lines = [*_grouped(found, lambda problem: problem.line.removeprefix("near "))]
-    lines.sort(key=_cost, reverse=True)
+    lines = sorted(grouped(found, lambda problem: problem.line.removeprefix("near ")), key=_cost, reverse=True)
     if lines or small:
         yield HEADING
     said: dict[str, str] = {}  # reasons and fixes, with the lines that they are said of
@@ -78,7 +75,7 @@ def by_line(report: Report) -> Iterator[str]:
         where = _few([*dict.fromkeys(problem.line.removeprefix("near ") for problem in small)])
         ops = count(sum(problem.ops for problem in small), "op")
         yield f"  {where}: {ops} eager, in too small a region to gain; nothing has to change"
-    for cut in _grouped(report.outside, lambda part: part.cost):
+    for cut in grouped(report.outside, lambda part: part.cost):
         graphs = [*dict.fromkeys(part.function for part in cut)]
         yield f"{_few(graphs)}, {'are' if len(graphs) > 1 else 'is'} {cut[0].cost}"
     if any(each.reason.startswith(ITEM) for each in report.breaks):
@@ -87,7 +84,7 @@ def by_line(report: Report) -> Iterator[str]:
 
 def by_inductor(joined: Iterable[Outside]) -> Iterator[str]:
     """For each line of source what of it Inductor compiled in a graph, and why Thunder did not."""
-    groups = [*_grouped(joined, lambda part: (part.line, part.reason))]
+    groups = grouped(joined, lambda part: (part.line, part.reason))
     if groups:
         yield "In the graphs, but compiled by Inductor in the place of Thunder:"
     for alike in groups[:_MOST_LINES]:
@@ -129,14 +126,14 @@ def _of_cause(cause: CauseReport) -> _Problem:
 
 def _of_breaks(breaks: Iterable[GraphBreak]) -> Iterator[_Problem]:
     """One for all that are alike: compiled again for other inputs, a function breaks at the same lines."""
-    for alike in _grouped(breaks, lambda part: (part.line, part.source, part.reason)):
+    for alike in grouped(breaks, lambda part: (part.line, part.source, part.reason)):
         line, callers = _line(alike[0].line)
         said = f"graph break{_times(len(alike))} after {_few([part.function for part in alike])}{callers}"
         yield _Problem(line, alike[0].source, f"{said}: {alike[0].reason}", fix=alike[0].fix, regions=1)
 
 
 def _of_inductor(outside: Iterable[Outside]) -> Iterator[_Problem]:
-    for alike in _grouped(outside, lambda part: (part.line, part.reason, part.apart)):
+    for alike in grouped(outside, lambda part: (part.line, part.reason, part.apart)):
         line, callers = _line(alike[0].line)
         graphs = _few([*dict.fromkeys(part.function for part in alike)])
         operators = _operators(alike)
@@ -158,10 +155,3 @@ def _times(number: int) -> str:
 
 def _few(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]}, and {len(names) - 1} more"
-
-
-def _grouped(parts: Iterable[T], key: Callable[[T], Hashable]) -> Iterable[list[T]]:
-    groups: dict[Hashable, list[T]] = {}
-    for part in parts:
-        groups.setdefault(key(part), []).append(part)
-    return groups.values()

@@ -12,7 +12,7 @@ from thunder_cg.analysis.compile_errors import compiler_name
 from thunder_cg.compat.lines import BEFORE_BREAK
 from thunder_cg.report import lines
 from thunder_cg.report.breaks import is_after_break
-from thunder_cg.report.units import count
+from thunder_cg.report.units import count, grouped
 from thunder_cg.runtime.changes import CACHE_LENGTH, FEW, IF_CACHE, OF_STATIC_CACHE, VERSIONS, for_numbers, for_shapes
 
 if TYPE_CHECKING:
@@ -122,15 +122,13 @@ def in_python(report: Report) -> Iterator[str]:
 
 def compiled_anew(report: Report) -> Iterator[str]:
     """What Dynamo compiled more than once, because of which values, and what to do."""
-    functions = dict.fromkeys(each.function for each in report.recompilations)
-    for function in functions:
-        mine = [each for each in report.recompilations if each.function == function]
+    for mine in grouped(report.recompilations, lambda each: each.function):
         causes = (
             f"`{each.condition}`{f' ({each.line})' if each.line else ''}{f' x{each.count}' if each.count > 1 else ''}"
             for each in mine
         )
         times = count(sum(each.count for each in mine), "time")
-        yield f"Dynamo compiled {function} anew {times}, as calls did not meet: {', '.join(causes)}"
+        yield f"Dynamo compiled {mine[0].function} anew {times}, as calls did not meet: {', '.join(causes)}"
     values = [each for each in report.recompilations if not each.is_mode]
     if values and not is_complete(report):
         fewer = _fewer((each.function, each.condition) for each in values)

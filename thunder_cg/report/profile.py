@@ -104,8 +104,11 @@ def _calls_of_parts(fn: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any,
         return
     calls: dict[int, tuple[Any, Any, Any]] = {}
 
+    def without_history(tensor: torch.Tensor) -> torch.Tensor:  # so that no memory pool stays alive for it
+        return tensor if tensor.is_leaf else tensor.detach().requires_grad_()
+
     def seen(part: Any, args: Any, kwargs: Any) -> None:
-        calls.setdefault(id(part), (part, *tree_map_only(torch.Tensor, _without_history, (args, kwargs))))
+        calls.setdefault(id(part), (part, *tree_map_only(torch.Tensor, without_history, (args, kwargs))))
 
     hooks = [part.register_forward_pre_hook(seen, with_kwargs=True) for part in parts]
     try:
@@ -114,11 +117,6 @@ def _calls_of_parts(fn: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any,
         for hook in hooks:
             hook.remove()
     yield from calls.values()
-
-
-def _without_history(tensor: torch.Tensor) -> torch.Tensor:
-    """One that keeps no graph of autograd alive, and so no memory pool of what made the tensor."""
-    return tensor if tensor.is_leaf else tensor.detach().requires_grad_()
 
 
 def _timed(entry: Any, inputs: Sequence[Any], forward: Program, backward: Program | None) -> dict[int, Times]:
@@ -179,7 +177,9 @@ class _Run:
     @classmethod
     def of(cls, program: Program, trace: Any, as_planned: bool) -> _Run:
         """As the plan says, or with each region's ops in its place."""
-        timer = program.backend.timer(_device(program))
+        # With regions on several devices, only what the first one does is timed.
+        device = next((region.device for region in program.regions), torch.device(program.backend.device_type))
+        timer = program.backend.timer(device)
         marks: list[Timed] = []
         new = compat.from_trace(trace)
         name = unused("profile_mark", set(trace.names))
@@ -231,11 +231,6 @@ def _without_regions(program: Program) -> Iterator[tuple[Any, Timed | None]]:
             yield last.symbol, next(names)
         else:
             yield last.symbol, None if last.bookkeeping else last
-
-
-def _device(program: Program) -> torch.device:
-    """The device of its first region. With regions on several devices, only what that one does is timed."""
-    return next((region.device for region in program.regions), torch.device(program.backend.device_type))
 
 
 def _key(symbol: Any) -> tuple[Any, ...]:

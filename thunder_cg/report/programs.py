@@ -79,22 +79,12 @@ class Outside:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """All programs, oldest first, each forward before its backward.
-
-    Attributes:
-        calls: how often the function was called, as Thunder counts; of Dynamo's graphs, all calls together.
-        failures: in how many of the calls Thunder raised while it compiled.
-        failure: what it raised last and where.
-        python_calls: calls of what `thunder_cg.thunderfx` returned in which no graph of Dynamo's ran, at least.
-        is_of_dynamo: Dynamo reads the Python of the function.
-        uncached: Thunder compiles each call anew, and the programs are those of the last call.
-        recompilations: what Dynamo has compiled more than once.
-    """
+    """All programs, oldest first, each forward before its backward, and what `Report` says of their function."""
 
     programs: tuple[Located, ...]
     calls: int = 0
-    failures: int = 0
-    failure: str | None = None
+    compile_failures: int = 0
+    compile_failure: str | None = None
     outside: tuple[Outside, ...] = ()
     breaks: tuple[GraphBreak, ...] = ()
     limits: tuple[RecompileLimit, ...] = ()
@@ -115,7 +105,7 @@ def locate(fn: Any, function: str = "explain") -> Found:
     if isinstance(fn, GraphedStep):
         raise NotCompiledError(fn, "graphed_step made this, which calls what Thunder compiled", function)
     if thunder.compile_stats(fn) is not None:
-        programs = tuple(_in_caches(_name(fn), fn))
+        programs = tuple(_in_caches(name_of(original(fn)), fn))
         if not programs and not is_ours(thunder.compile_data(fn)):
             raise NotCompiledError(fn, _WITHOUT_TRANSFORM, function)
         statistics = thunder.compile_stats(fn)
@@ -163,7 +153,7 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
     calls = failures = getattr(backend, "failures", 0)  # of `thunder_cg.thunderfx`
     failure = getattr(backend, "failure", None)
     for number, graph in enumerate(backend.subgraph_infos):
-        label = graph_name(_name(fn), number)
+        label = graph_name(name_of(original(fn)), number)
         compiled = graph.thunder_compiled_fns or []
         for part, jitted in enumerate(compiled):
             programs += _in_caches(part_name(label, part, len(compiled)), jitted, _successor(backend, number))
@@ -174,7 +164,7 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
         ran += [max(thunder.compile_stats(jitted).calls for jitted in compiled)] if compiled else []
         outside += outside_of(label, graph)
         breaks += graph_breaks(label, graph)
-    breaks += breaks_without_graph(_name(fn), fn, backend)
+    breaks += breaks_without_graph(name_of(original(fn)), fn, backend)
     made = counting.counts[0] if (counting := that_counts(fn)) is not None else 0
     without_graph = made - sum(ran)  # negative if a call has several graphs, or calls are not counted
     python_calls = max(0, without_graph) if len(ran) == len(backend.subgraph_infos) else 0
@@ -339,8 +329,8 @@ def _dynamo_backend(fn: Any) -> Any | None:
     return backend if isinstance(backend, compiler.ThunderCompiler) else None
 
 
-def _name(fn: Any) -> str:
-    """The user's name for what was compiled: a module's class, a function's qualified name."""
-    data = thunder.compile_data(fn)
-    original = getattr(fn, "_func", fn) if data is None else data.fn
-    return name_of(original)
+def original(fn: Any) -> Any:
+    """What `thunder.jit` or `thunderfx` was given, if one of them made ``fn``; else ``fn``."""
+    if (data := thunder.compile_data(fn)) is not None:
+        return data.fn
+    return getattr(fn, "_func", fn) if made_by(fn) == "thunderfx" else fn

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import takewhile
-from pathlib import Path
 from typing import Any, Literal, overload
 
 from thunder_cg.analysis.classify import shown, unmatched
@@ -16,17 +15,17 @@ from thunder_cg.compat.compiled import changed_since_compiled, original_module
 from thunder_cg.compat.thunder import ThunderModule, bound_functions
 from thunder_cg.errors import OptionError
 from thunder_cg.kernels.fusion import Fusion
-from thunder_cg.report import differences, files, html, schema, terminal, text
+from thunder_cg.report import differences, html, markdown, text
 from thunder_cg.report.breaks import GraphBreak, Recompilation, RecompileLimit
 from thunder_cg.report.causes import CauseReport, causes
 from thunder_cg.report.collectives import CollectiveReport, collectives
 from thunder_cg.report.crossings import CrossingReport, crossings
 from thunder_cg.report.differences import Differences
-from thunder_cg.report.dot import OfFunction
 from thunder_cg.report.entries import ChangeReport, InputReport, changes, inputs
+from thunder_cg.report.files import FunctionReport
 from thunder_cg.report.memory import MemoryReport
 from thunder_cg.report.profile import Times, measure
-from thunder_cg.report.programs import Located, Outside, jitted_parts, locate
+from thunder_cg.report.programs import Found, Located, Outside, jitted_parts, locate
 from thunder_cg.report.step import StepReport
 from thunder_cg.runtime.compilation import changed_part
 from thunder_cg.runtime.program import Program
@@ -147,7 +146,7 @@ class TraceReport:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Report(OfFunction):
+class Report(FunctionReport):
     """What became of a compiled function. `print` it, leave it as a notebook cell's last line, `save` it to a file, or
     take `to_dict()`. `differences` compares it with an earlier one, which `load` reads from a file. `profile` adds
     times, and `dump_dot` draws the graph of a region, as long as the function exists."""
@@ -173,9 +172,7 @@ class Report(OfFunction):
     recompilations: tuple[Recompilation, ...] = ()  # what Dynamo compiled more than once, and why (thunderfx only)
     note: str = ""  # of a plan: that nothing was run, and which devices stand for which
 
-    def to_dict(self) -> dict[str, Any]:
-        """The whole report as dicts, lists, strings, numbers and None, ready for `json.dumps`."""
-        return dict(schema.plain(asdict(self)))
+    _title = "CUDA graphs"
 
     def profile(self, /, *args: Any, **kwargs: Any) -> Report:
         """The report with times, measured in calls of the function with these arguments: :func:`thunder_cg.profile`.
@@ -184,27 +181,6 @@ class Report(OfFunction):
             CudagraphError: the report was loaded from a file, or its function is gone.
         """
         return profile(self._function_for("profile"), *args, **kwargs)
-
-    def show(self) -> None:
-        """Prints the text: on a terminal in colour, unless the environment variable NO_COLOR is set."""
-        terminal.show(text.render(self))
-
-    def save(self, path: str | Path) -> None:
-        """Writes the report to a file: one page that needs nothing else, or what else the suffix says.
-
-        Args:
-            path: ends with .html, .md, .json (see :mod:`thunder_cg.report.schema`), or .txt.
-
-        Raises:
-            ValueError: it ends otherwise.
-            FileExistsError: there is a file that is no report. Earlier reports are replaced.
-        """
-        files.save(self, Path(path), files.OF_REPORT)
-
-    @classmethod
-    def load(cls, path: str | Path) -> Report:
-        """The report that `save` wrote to a .json file. ValueError if the file is something else."""
-        return schema.loads(cls, Path(path).read_text(encoding="utf-8"), str(path))
 
     def differences(self, before: Any) -> Differences:
         """What a change did, given the report of the same function from before the change.
@@ -217,10 +193,11 @@ class Report(OfFunction):
             raise OptionError("before", type(before), "a Report", fix, "differences")
         return differences.between(before, self)
 
-    def __str__(self) -> str:
-        return terminal.fit(text.render(self))
+    def _text(self) -> str:
+        return text.render(self)
 
-    __repr__ = __str__
+    def _markdown(self) -> str:
+        return markdown.render(self)
 
     def _repr_html_(self) -> str:
         return html.render(self)
@@ -256,26 +233,18 @@ def report(fn: Any, times: Mapping[int, Times] | None = None) -> Report:
     programs = [located.program for located in found.programs]
     made = Report(
         traces=traces,
-        outside=tuple(each for each in found.outside if each.cost),
         joined=tuple(each for each in found.outside if not each.cost),
         causes=causes(programs, {key: each.ops for key, each in times.items()} if times is not None else None),
         clock=programs[0].backend.name if times and programs else None,
         changes=changes(found.programs, found.recompilations),
         memory=MemoryReport.of(found.programs),
         unmatched=_unmatched(programs),
-        breaks=found.breaks,
-        limits=found.limits,
-        python_calls=found.python_calls,
-        is_of_dynamo=found.is_of_dynamo,
-        uncached=found.uncached,
-        recompilations=found.recompilations,
         differs=(
             *dict.fromkeys(said for program in programs for said in program.compilation.differs),
             *(said for jitted in jitted_parts(fn) for said in _set_too_late(jitted)),
         ),
-        compile_failures=found.failures,
-        compile_failure=found.failure,
-        calls=found.calls,
+        **{each.name: getattr(found, each.name) for each in fields(Found) if each.name not in ("programs", "outside")},
+        outside=tuple(each for each in found.outside if each.cost),
     )
     return made.about(fn)
 

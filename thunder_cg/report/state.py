@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import thunder
 import torch
 
 from thunder_cg.compat.tensors import tensors_in
+from thunder_cg.report.programs import original
 from thunder_cg.runtime.tensors import is_sparse
 from thunder_cg.verify.compare import same_bits
 
@@ -56,8 +56,7 @@ def state_kept(fn: Any, inputs: Any) -> Iterator[None]:
 def _module(fn: Any) -> torch.nn.Module | None:
     """The module that was compiled, or whose method was; None if there is none."""
     if not isinstance(fn, torch.nn.Module):
-        data = thunder.compile_data(fn)
-        fn = getattr(fn, "_func", fn) if data is None else data.fn
+        fn = original(fn)
     if not isinstance(fn, torch.nn.Module) and callable(fn):
         fn = getattr(inspect.unwrap(fn), "__self__", None)
     return fn if isinstance(fn, torch.nn.Module) else None

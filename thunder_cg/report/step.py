@@ -5,17 +5,15 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
 
 from thunder_cg.compat.distributed import ProcessGroup
-from thunder_cg.report import files, html, schema, terminal, text
+from thunder_cg.report import html, markdown, text
 from thunder_cg.report.collectives import name_of
-from thunder_cg.report.dot import OfFunction
+from thunder_cg.report.files import FunctionReport
 from thunder_cg.report.memory import MemoryReport
 from thunder_cg.report.step_lines import PRINTS, unreplayed
-from thunder_cg.report.units import count
+from thunder_cg.report.units import count, grouped
 from thunder_cg.step import GraphedStep
 from thunder_cg.step.calls import StepCollective
 
@@ -24,7 +22,7 @@ _SEE = re.compile(r" \(see [^()]*\)")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class StepReport(OfFunction):
+class StepReport(FunctionReport):
     """What became of a step of :func:`thunder_cg.graphed_step`. `print` it, leave it as a notebook cell's last line,
     `save` it to a file, or take `to_dict()`; `dump_dot` draws a graph, as long as the step exists."""
 
@@ -41,6 +39,8 @@ class StepReport(OfFunction):
     # What lines of the step do that no replay does, by place, as far as its code says so.
     unreplayed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
+    _title = "CUDA graphs of a step"
+
     @classmethod
     def of(cls, step: GraphedStep) -> StepReport:
         in_python = dict(_merged(step.in_python, step.fixes).most_common())
@@ -49,23 +49,6 @@ class StepReport(OfFunction):
         said = tuple(tuple(_collectives(recording.communicates)) for recording in step.recordings)
         memory = MemoryReport.of_step(step)
         return cls(step.name, *counts, in_python, memory, nodes, said, step.raised, unreplayed(step))
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as dicts, lists, strings, numbers and None, ready for `json.dumps`."""
-        return dict(schema.plain(asdict(self)))
-
-    def show(self) -> None:
-        """Prints the text, as `Report.show` does."""
-        terminal.show("\n".join(self.lines()))
-
-    def save(self, path: str | Path) -> None:
-        """Writes the report to a file, as `Report.save` does: the path ends with .html, .md, .json or .txt."""
-        files.save(self, Path(path), files.OF_STEP)
-
-    @classmethod
-    def load(cls, path: str | Path) -> StepReport:
-        """The report that `save` wrote to a .json file. ValueError if the file is something else."""
-        return schema.loads(cls, Path(path).read_text(encoding="utf-8"), str(path))
 
     def lines(self) -> Iterator[str]:
         """The text, line by line."""
@@ -100,10 +83,11 @@ class StepReport(OfFunction):
         are_first = all(number <= self.captures and "; " not in why for why, number in self.in_python.items())
         return self.replays > 0 and are_first and not self.raised
 
-    def __str__(self) -> str:
-        return terminal.fit("\n".join(self.lines()))
+    def _text(self) -> str:
+        return "\n".join(self.lines())
 
-    __repr__ = __str__
+    def _markdown(self) -> str:
+        return markdown.lines(self.lines())
 
     def _repr_html_(self) -> str:
         return html.lines(self.lines())
@@ -112,13 +96,10 @@ class StepReport(OfFunction):
 def _collectives(communicates: Mapping[ProcessGroup, Sequence[StepCollective]]) -> Iterator[str]:
     """``"2 all_reduce of 3.0 KiB in the group default_pg of 2 ranks; 1 can overlap with compute"``."""
     for group, begun in communicates.items():
-        alike: dict[str, list[StepCollective]] = {}
-        for each in begun:
-            alike.setdefault(each.name, []).append(each)
-        for name, total in alike.items():
-            nbytes = [each.nbytes for each in total]
-            said = text.collectives_alike(name, nbytes, name_of(group), group.size(), len(total))
-            yield f"{said}; {sum(each.overlaps for each in total):,} can overlap with compute"
+        for alike in grouped(begun, lambda each: each.name):
+            nbytes = [each.nbytes for each in alike]
+            said = text.collectives_alike(alike[0].name, nbytes, name_of(group), group.size(), len(alike))
+            yield f"{said}; {sum(each.overlaps for each in alike):,} can overlap with compute"
 
 
 def _parts(reason: str) -> Iterator[str]:

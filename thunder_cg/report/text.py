@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from thunder_cg.report import opening
-from thunder_cg.report.units import count, size
+from thunder_cg.report.units import count, grouped, size
 
 if TYPE_CHECKING:
-    from thunder_cg.report.collectives import CollectiveReport
     from thunder_cg.report.entries import InputReport
     from thunder_cg.report.memory import MemoryReport
     from thunder_cg.report.report import RegionReport, Report, TraceReport
@@ -57,15 +56,11 @@ def calls(trace: TraceReport) -> str:
 
 def collectives(trace: TraceReport) -> Iterator[str]:
     """One line for all collectives of a kind in a group that are captured, and one for all that are eager."""
-    alike: dict[tuple[object, ...], list[CollectiveReport]] = {}
-    for each in trace.collectives:
-        alike.setdefault((each.name, each.group, each.ranks, each.captured), []).append(each)
-    for first, *others in alike.values():
-        total = [first, *others]
-        launches = len({each.launch for each in total})
-        said = collectives_alike(first.name, [each.nbytes for each in total], first.group, first.ranks, launches)
+    for alike in grouped(trace.collectives, lambda each: (each.name, each.group, each.ranks, each.captured)):
+        first, launches = alike[0], len({each.launch for each in alike})
+        said = collectives_alike(first.name, [each.nbytes for each in alike], first.group, first.ranks, launches)
         said += ", captured" if first.captured else ", eager"
-        yield f"{said}; {sum(each.overlaps for each in total):,} can overlap with compute"
+        yield f"{said}; {sum(each.overlaps for each in alike):,} can overlap with compute"
 
 
 def collectives_alike(name: str, nbytes: Sequence[int], group: str, ranks: int, launches: int) -> str:
@@ -159,8 +154,8 @@ def entry(trace: TraceReport) -> str:
     modes.append(f"autocast to {trace.autocast}" if trace.autocast else "no autocast")
     took = [f"compiled in {trace.compile_seconds:.2f} s"]
     took += [f"captures took {trace.capture_seconds:.3f} s"] if trace.capture_seconds else []
-    said = [", ".join([*map(_input, trace.inputs[:4]), *([f"{len(trace.inputs) - 4} more"] * (len(trace.inputs) > 4))])]
-    return "; ".join([f"for {said[0]}" if trace.inputs else "for no tensors", ", ".join(modes), ", ".join(took)])
+    inputs = [*map(_input, trace.inputs[:4]), *([f"{len(trace.inputs) - 4} more"] * (len(trace.inputs) > 4))]
+    return "; ".join([f"for {', '.join(inputs) or 'no tensors'}", ", ".join(modes), ", ".join(took)])
 
 
 def _input(brought: InputReport) -> str:
@@ -176,11 +171,12 @@ def _tuple(sizes: Sequence[int | None]) -> str:
 
 def folded(traces: Iterable[TraceReport]) -> list[list[TraceReport]]:
     """The traces by their ops, each list in the order of the traces. One of which a capture failed is like none."""
-    groups: dict[object, list[TraceReport]] = {}
-    for trace in traces:
+
+    def key(trace: TraceReport) -> Hashable:
         ops = tuple((op.name, op.verdict, op.detail) for op in trace.ops)
-        groups.setdefault(id(trace) if _failed(trace) else (trace.kind, ops), []).append(trace)
-    return [*groups.values()]
+        return id(trace) if _failed(trace) else (trace.kind, ops)
+
+    return grouped(traces, key)
 
 
 def in_short(traces: Iterable[TraceReport]) -> Iterator[tuple[TraceReport, list[str]]]:

@@ -1,6 +1,11 @@
-"""Numbers with their nouns and units, as every form of the report writes them."""
+"""How every form of the report counts: numbers with their nouns and units, and what is alike together."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def count(number: int, noun: str) -> str:
@@ -14,3 +19,11 @@ def size(nbytes: int) -> str:
     while value >= 1024 and len(units) > 1:
         value, units = value / 1024, units[1:]
     return f"{value:.1f} {units[0]}" if units[0] != "B" else f"{nbytes} B"
+
+
+def grouped(parts: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
+    """Those with equal keys together, in the order of the first of each."""
+    groups: dict[Hashable, list[T]] = {}
+    for part in parts:
+        groups.setdefault(key(part), []).append(part)
+    return [*groups.values()]

@@ -88,11 +88,6 @@ def unused(wish: str, taken: Collection[str]) -> str:
     return next(name for i in count() if (name := wish if i == 0 else f"{wish}_{i}") not in taken)
 
 
-def listed(*inputs: Any) -> list[Any]:
-    """The inputs of a region, as a list that the region may empty."""
-    return list(inputs)
-
-
 @dataclass(frozen=True, slots=True)
 class _Lines:
     """Lines of a function, the variables in them, results first, and what else they name."""

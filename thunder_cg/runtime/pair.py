@@ -60,7 +60,7 @@ class Pair:
         self._collect_at = 1  # how many calls have to find all arenas held before garbage is collected
         self._found_held = 0
         # Of the module's dispatch, while that lives: drops the fast paths to recordings that were discarded.
-        self.fast_paths_dropper: Callable[[], Callable[[], None] | None] = _no_fast_paths
+        self.fast_paths_dropper: Callable[[], Callable[[], None] | None] = lambda: None
         arenas.join(self)
 
     # Recordings
@@ -202,7 +202,3 @@ class Pair:
             not pair.awaiting_backward and not any(other is not arena and other.is_held() for other in pair._used)
             for pair in (self, *self._sharing)
         )
-
-
-def _no_fast_paths() -> None:
-    """There is no dispatch, whose fast paths could hold recordings."""

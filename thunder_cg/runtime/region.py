@@ -86,6 +86,7 @@ class RuntimeRegion:
         # Results that stay in the pool, and are copied out besides.
         self._stay_and_copied = [i for i, e in enumerate(io.outputs) if not e.copied_out and e.name in copied_out]
         self.communicates = any(op.communicates for op in ops)
+        self.is_always_verified = bool(io.scalars)  # before a recording of it counts: see Note [Kernel scalars]
         self.index = 0  # in the program
         self.describe: Callable[[str], str] = "input {!r}".format  # says of a value of the trace what the user calls it
         self.refuses_leaves = False  # whether PyTorch refuses its writes to leaves that require grad
@@ -118,11 +119,6 @@ class RuntimeRegion:
         if self.disagreement is not None:
             return f"{self.name} disagrees with its ops", self.disagreement.fix
         return f"{self.name} could not be captured: {self.failure}", self._fix
-
-    @property
-    def is_always_verified(self) -> bool:
-        """Whether a recording counts only once it has been verified; see Note [Kernel scalars]."""
-        return bool(self.io.scalars)
 
     def run(self, call: Call, *args: Any) -> Sequence[Any]:
         """What the region does in a call, with its inputs: what stands behind its symbol in a forward."""
@@ -312,14 +308,19 @@ class RuntimeRegion:
             arg for i, (n, arg) in enumerate(zip(self.input_names, args)) if i not in in_pool or n in self.io.alive
         ]
         borrowed += call.recording.owned.values() if call.recording is not None else ()
-        may_lend = partial(_storages_but, borrowed) if self._lends(call) and call.mode is Mode.WARMUP else None
-        outputs = Outputs(produced, aliased, self._are_copied_out, self.device, pool.alias, may_lend)
+        addresses = set(map(_memory, borrowed))
+
+        def may_lend(tensors: list[torch.Tensor]) -> Set[int]:
+            return {storage_id(tensor) for tensor in tensors if _memory(tensor) not in addresses}
+
+        lends = self._lends(call) and call.mode is Mode.WARMUP
+        outputs = Outputs(produced, aliased, self._are_copied_out, self.device, pool.alias, may_lend if lends else None)
         results: list[Any] = [None] * len(produced)
         if outputs.lent:
             lent = Lent(outputs.lent, call.program.pair.stop_lending)
             lent.hand_out(results)
             call.lent.append(lent)
-        handed_out = outputs.deliver_owned(results, args, set(map(_memory, borrowed)))
+        handed_out = outputs.deliver_owned(results, args, addresses)
         for i, copied in early.items():
             results[i] = copied.tensor
         for i in outputs.fixed:
@@ -605,12 +606,6 @@ class _Executed(Exception):
 
 class _NotRun(Exception):
     """A warm-up failed before the first op, for the reason that is its argument."""
-
-
-def _storages_but(others: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Set[int]:
-    """The storages of ``tensors`` that none of the ``others`` uses."""
-    used = set(map(_memory, others))
-    return {storage_id(tensor) for tensor in tensors if _memory(tensor) not in used}
 
 
 def _memory(value: Any) -> int:

@@ -44,17 +44,14 @@ def main(argv: Sequence[str]) -> int:
 
 def _versions() -> Iterator[Finding]:
     yield Finding("python", platform.python_version())
-    for package in ("thunder-cg", "lightning-thunder", "torch"):
-        yield Finding(package, _version(package), _fix_of_version(package))
-
-
-def _fix_of_version(package: str) -> str:
-    if package in SUPPORTED:
+    yield Finding("thunder-cg", _version("thunder-cg"))
+    for package in sorted(SUPPORTED):
+        fix = ""
         try:
             check_version(package)
         except VersionError as error:
-            return str(error)
-    return ""
+            fix = str(error)
+        yield Finding(package, _version(package), fix)
 
 
 def _version(package: str) -> str:

@@ -158,8 +158,19 @@ def _run_file(file: Path, arguments: Sequence[str], name: str) -> tuple[dict[str
     """The global variables of a file after it ran as a module of that name, and what it raised."""
     module = ModuleType(name)
     module.__file__ = str(file)
+    before = sys.argv, sys.path, sys.modules["__main__"]
+    sys.argv, sys.path = [str(file), *arguments], [str(file.resolve().parent), *sys.path]
+    if name == "__main__":
+        sys.modules["__main__"] = module
     with _printing_errors() as raised:
-        _run(module, arguments)
+        try:
+            # `runpy.run_path` would lose the variables of a script that calls `sys.exit(0)`.
+            exec(compile(file.read_bytes(), str(file), "exec"), vars(module))
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
+        finally:
+            sys.argv, sys.path, sys.modules["__main__"] = before
     return vars(module), raised
 
 
@@ -171,25 +182,6 @@ def _make_calls(call: partial[Any], times: int) -> list[BaseException]:
         for _ in range(times):
             _train(call())
     return raised
-
-
-def _run(module: ModuleType, arguments: Sequence[str]) -> None:
-    """Runs a script as a module. `SystemExit` if it ends with an error.
-
-    `runpy.run_path` would lose the variables of a script that calls `sys.exit(0)`.
-    """
-    file = Path(str(module.__file__))
-    before = sys.argv, sys.path, sys.modules["__main__"]
-    sys.argv, sys.path = [str(file), *arguments], [str(file.resolve().parent), *sys.path]
-    if module.__name__ == "__main__":
-        sys.modules["__main__"] = module
-    try:
-        exec(compile(file.read_bytes(), str(file), "exec"), vars(module))
-    except SystemExit as end:
-        if end.code not in (None, 0):
-            raise
-    finally:
-        sys.argv, sys.path, sys.modules["__main__"] = before
 
 
 def _maker(variables: Mapping[str, Any], name: str, parser: Parser) -> Callable[[], Any]:
@@ -326,14 +318,10 @@ def _write(
     reports: Mapping[str, Report | StepReport], title: str, html_file: Path | None, json_file: Path | None
 ) -> None:
     if html_file is not None:
-        replace(html_file, _page(title, reports))
+        from thunder_cg.report import html
+
+        body = "".join(f"<h2>{escape(name)}</h2>{report._repr_html_()}" for name, report in reports.items())
+        replace(html_file, html.page(body, title, f"{MARK} explain"))
     if json_file is not None:
         content = {label: report.to_dict() for label, report in reports.items()}
         replace(json_file, json.dumps({"generator": f"{MARK} explain", "reports": content}, indent=1) + "\n")
-
-
-def _page(title: str, reports: Mapping[str, Report | StepReport]) -> str:
-    from thunder_cg.report import html
-
-    body = "".join(f"<h2>{escape(name)}</h2>{report._repr_html_()}" for name, report in reports.items())
-    return html.page(body, title, f"{MARK} explain")

@@ -21,9 +21,6 @@ import torch
 
 from thunder_cg.files import refuse_without_folder, replace
 
-FOLDER = Path(__file__).parent / "results"
-"""The result files of this release; a wheel has none of them."""
-
 R = TypeVar("R", bound="MeasuredResults")
 OfRows = TypeVar("OfRows", bound="RowResults")
 
@@ -88,7 +85,10 @@ class MeasuredResults:
         if path is None or not path.exists():
             return cls(here)
         results = cls.read(path)
-        check_environment(path, results.environment, here)
+        for name, value in here.items():
+            if name != "date" and (before := results.environment.get(name)) != value:
+                problem = f"{path} was measured with {name} {before}, here it is {value}"
+                raise ValueError(f"{problem}; name another file")
         results.environment = here
         return results
 
@@ -128,15 +128,6 @@ class RowResults(MeasuredResults):
     @classmethod
     def from_dict(cls: type[OfRows], content: Mapping[str, Any]) -> OfRows:
         return cls(content["environment"], [cls.make_row(**row) for row in content["rows"]])
-
-
-def check_environment(path: Path, before: Mapping[str, str], here: Mapping[str, str]) -> None:
-    """Raises ValueError if `path` was measured on another machine or with other versions. The date may differ."""
-    for name, value in here.items():
-        if name != "date" and before.get(name) != value:
-            raise ValueError(
-                f"{path} was measured with {name} {before.get(name)}, here it is {value}; name another file"
-            )
 
 
 def environment(device: torch.device, packages: Iterable[str] = ()) -> dict[str, str]:

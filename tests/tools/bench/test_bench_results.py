@@ -6,11 +6,12 @@ from pathlib import Path
 
 import torch
 
+from thunder_cg.report.rules import RESULTS
 from thunder_cg.tools.bench.cases import MLP, SMALL_GPT
 from thunder_cg.tools.bench.measure import BenchmarkRow
 from thunder_cg.tools.bench.results import BenchmarkResults, ScalingPoint
 from thunder_cg.tools.bench.variants import EAGER, FLOOR, GRAPHED_CALLABLES, OURS, OURS_FUSED, REDUCE_OVERHEAD
-from thunder_cg.tools.results import FOLDER, environment
+from thunder_cg.tools.results import environment
 
 CPU = torch.device("cpu")
 
@@ -28,14 +29,14 @@ def test_results_are_read_as_they_were_written_and_added_to(tmp_path: Path, resu
 
 
 def test_results_of_the_release_can_be_read() -> None:
-    results = BenchmarkResults.read(FOLDER / "h100.json")
+    results = BenchmarkResults.read(RESULTS / "h100.json")
     assert results.rows and results.points
     assert results.environment["device"] == "NVIDIA H100 80GB HBM3"
 
 
 def test_page_has_the_times_of_fused_kernels() -> None:
-    page = (FOLDER / "RESULTS.md").read_text(encoding="utf-8")
-    files = [BenchmarkResults.read(FOLDER / name) for name in ("h100.json", "training-h100.json")]
+    page = (RESULTS / "RESULTS.md").read_text(encoding="utf-8")
+    files = [BenchmarkResults.read(RESULTS / name) for name in ("h100.json", "training-h100.json")]
     rows = {(row.case, row.variant): row for results in files for row in results.rows}
     cases = {case for case, _ in rows if "training" in case}
     assert len(cases) == 6

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from thunder_cg.report.rules import RESULTS
 from thunder_cg.tools.generation.__main__ import main
 from thunder_cg.tools.generation.measure import EAGER, OURS, REDUCE_OVERHEAD, THUNDER, GenerationRow
 from thunder_cg.tools.generation.models import MODELS
 from thunder_cg.tools.generation.results import GenerationResults, differ, markdown
 from thunder_cg.tools.generation.run import run
-from thunder_cg.tools.results import FOLDER
 from thunder_cg.tools.suite.catalogue import CatalogueSettings
 
 CPU = torch.device("cpu")
@@ -63,8 +63,8 @@ def test_table() -> None:
 
 
 def test_page_has_the_numbers_of_the_result_file() -> None:
-    page = (FOLDER / "RESULTS.md").read_text(encoding="utf-8")
-    results = GenerationResults.read(FOLDER / "generation-h200.json")
+    page = (RESULTS / "RESULTS.md").read_text(encoding="utf-8")
+    results = GenerationResults.read(RESULTS / "generation-h200.json")
     table = markdown(results.rows, results.environment).splitlines()
     assert all(line in page for line in table if line.startswith("| ") and "---" not in line)
     assert {each.model for each in results.rows} <= set(MODELS)
@@ -76,7 +76,7 @@ def test_page_has_the_numbers_of_the_result_file() -> None:
     [
         (["--only", "nothing"], "--only nothing: no model has that in its name; there are Llama 3.2 1B, batch 1"),
         (["--variants", "fast"], "--variants fast: give some of 'eager', 'thunder'"),
-        (["--json", str(FOLDER / "generation-h200.json")], "was measured with device NVIDIA H200"),
+        (["--json", str(RESULTS / "generation-h200.json")], "was measured with device NVIDIA H200"),
     ],
 )
 def test_command_refuses_at_once(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

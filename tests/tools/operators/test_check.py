@@ -5,24 +5,23 @@ from __future__ import annotations
 import pytest
 from packaging.version import Version
 from thunder.executors import torchex
+from unreached import UNREACHED, WHY
 
 from thunder_cg.analysis.rules import RULES, Evidence
-from thunder_cg.tools.operators import coverage
-from thunder_cg.tools.operators.check import disagreements
-from thunder_cg.tools.operators.coverage import ONLY_ON_A_GPU, UNREACHED
+from thunder_cg.report.rules import RESULTS
+from thunder_cg.tools.operators.check import ONLY_ON_A_GPU, disagreements
 from thunder_cg.tools.operators.results import OperatorResults
-from thunder_cg.tools.results import FOLDER
 
 OP_DB = 697
 
 
-@pytest.fixture(scope="module", params=sorted(FOLDER.glob("rules-*.json")), ids=lambda path: path.stem)
+@pytest.fixture(scope="module", params=sorted(RESULTS.glob("rules-*.json")), ids=lambda path: path.stem)
 def measured(request) -> OperatorResults:
     return OperatorResults.read(request.param)
 
 
 def test_rules_say_what_was_measured():
-    files = [OperatorResults.read(path) for path in FOLDER.glob("rules-*.json")]
+    files = [OperatorResults.read(path) for path in RESULTS.glob("rules-*.json")]
     assert files and disagreements(files) == []
 
 
@@ -73,7 +72,7 @@ def test_every_symbol_was_measured_or_says_why_not():
 
 
 def test_no_reason_is_given_for_what_was_measured():
-    names = {name for names in coverage._WHY.values() for name in names.split()}
+    names = {name for names in WHY.values() for name in names.split()}
     assert [name for name in names if ("torch", name) not in UNREACHED] == []
     assert [key for key in ONLY_ON_A_GPU if key not in RULES or key in UNREACHED] == []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from samples import ENVIRONMENT, SAMPLE
 
-from thunder_cg.tools.results import FOLDER
+from thunder_cg.report.rules import RESULTS
 from thunder_cg.tools.suite import models
 from thunder_cg.tools.suite.results import FORWARD, JIT, MODES, TRAINING, SuiteResults, SuiteRow
 from thunder_cg.tools.suite.table import line, markdown
@@ -46,6 +46,6 @@ def test_lines() -> None:
 
 
 def test_page_shows_the_table_of_the_results() -> None:
-    text, results = (FOLDER / "RESULTS.md").read_text(encoding="utf-8"), SuiteResults.read(FOLDER / "suite.json")
+    text, results = (RESULTS / "RESULTS.md").read_text(encoding="utf-8"), SuiteResults.read(RESULTS / "suite.json")
     assert markdown(results.rows, results.environment) in text, "put what tools.suite prints there"
     assert {found.model for found in results.rows} <= {*models.MODELS}

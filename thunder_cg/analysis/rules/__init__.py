@@ -16,8 +16,8 @@ Note [How the rules were checked]
     refused, as for a number that a replay would not compute again. An operator that Thunder does not compile is
     captured without Thunder. The results, with versions and date, are in ``tools/results/rules-*.json``, one file for
     each machine, and a test compares all records with them. `Evidence` says for each record whether there is such a
-    measurement; ``tools/operators/coverage.py`` says why not. The ``tape`` backend runs kernels of the CPU, which
-    hardly ever wait for anything, so there are records that only a GPU can confirm.
+    measurement; ``tests/tools/operators/unreached.py`` says why not. The ``tape`` backend runs kernels of the CPU,
+    which hardly ever wait for anything, so there are records that only a GPU can confirm.
 """
 
 from __future__ import annotations

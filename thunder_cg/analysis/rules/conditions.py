@@ -102,19 +102,10 @@ def _uses_list_index(call: Arguments) -> bool:
     return any(isinstance(k, (list, tuple)) and any(isinstance(i, (int, list, tuple)) for i in k) for k in nested)
 
 
-def _uses_scalar_index(call: Arguments) -> bool:
-    return any(not t.shape and t.dtype not in _BYTES for t in _tensors_in(call.position(1)))
-
-
 def _stores_number_at_tensor_index(call: Arguments) -> bool:
     indices = [*_tensors_in(call.position(1))]
     is_number = isinstance(call.position(2), (int, float, complex))
     return is_number and bool(indices) and not _masks(call)
-
-
-def _has_tensor_fill_value(call: Arguments) -> bool:
-    values = (*call.positional[-1:], call.keywords.get("value"))
-    return any(isinstance(value, TensorArgument) for value in values)
 
 
 def _reads_past_its_view(call: Arguments) -> bool:
@@ -127,11 +118,6 @@ def _reads_past_its_view(call: Arguments) -> bool:
     if not all(isinstance(n, int) for n in (*size, *stride, *tensor.shape)):
         return True
     return 1 + sum((n - 1) * step for n, step in zip(size, stride)) > math.prod(tensor.shape)
-
-
-def _has_empty_range(call: Arguments) -> bool:
-    ranges = (call.argument("running_min"), call.argument("running_max"))
-    return any(isinstance(t, TensorArgument) and 0 in t.shape for t in ranges)
 
 
 def _takes_singular_values(call: Arguments) -> bool:
@@ -153,13 +139,6 @@ def _runs_on_cpu(call: Arguments) -> bool:
     return bool(_tensors_on("cpu", call.positional))
 
 
-def _solves_batch_with_magma(call: Arguments) -> bool:
-    return any(
-        len(t.shape) > 2 and any(isinstance(n, int) and n > _MAX_ROWS_BY_CUBLAS for n in t.shape[-2:])
-        for t in _tensors_on("cuda", call.positional, call.results)
-    )
-
-
 # fmt: off
 BOOLEAN_INDEX = Condition(
     "uses_boolean_index", "An index is boolean or of bytes, unless a number is stored by it alone.",
@@ -172,7 +151,8 @@ LIST_INDEX = Condition(
     Cause(Reason.HOST_SYNC, "an index is a Python list, which is copied to the device at every call",
           "make the index a tensor once, outside of the compiled function"), Evidence.MEASURED)
 SCALAR_INDEX = Condition(
-    "uses_scalar_index", "An index is a 0-dim tensor of integers.", _uses_scalar_index,
+    "uses_scalar_index", "An index is a 0-dim tensor of integers.",
+    lambda call: any(not t.shape and t.dtype not in _BYTES for t in _tensors_in(call.position(1))),
     Cause(Reason.HOST_SYNC, "an index is a 0-dim tensor, and PyTorch reads its number on the host",
           "give the index a dimension: x.index_select(0, k.reshape(1)), or x.index_copy(0, k.reshape(1), value[None])"),
     Evidence.MEASURED)
@@ -184,7 +164,8 @@ NUMBER_AT_TENSOR_INDEX = Condition(
           "store a tensor, or use torch.where"), Evidence.MEASURED)
 
 TENSOR_FILL_VALUE = Condition(
-    "has_tensor_fill_value", "The value to fill in is a tensor.", _has_tensor_fill_value,
+    "has_tensor_fill_value", "The value to fill in is a tensor.",
+    lambda call: any(isinstance(v, TensorArgument) for v in (*call.positional[-1:], call.keywords.get("value"))),
     Cause(Reason.DATA_DEPENDENT, "the value to fill in is a tensor, which PyTorch reads on the host",
           "use torch.where(mask, value, a) instead"), Evidence.MEASURED)
 OWN_GENERATOR = Condition(
@@ -228,7 +209,9 @@ READS_PAST_VIEW = Condition(
           "it may read memory of the storage outside of the tensor, and a graph has a copy of the tensor only",
           "pass the tensor that has all of the memory, and take slices of it"), Evidence.MEASURED)
 EMPTY_RANGE = Condition(
-    "has_empty_range", "running_min or running_max has no elements.", _has_empty_range,
+    "has_empty_range", "running_min or running_max has no elements.",
+    lambda call: any(
+        isinstance(t, TensorArgument) and 0 in t.shape for t in map(call.argument, ("running_min", "running_max"))),
     Cause(Reason.SIDE_EFFECT, "its running range has no elements yet, so it resizes the caller's tensors",
           "give running_min and running_max an element for each channel before the first call"), Evidence.MEASURED)
 NAN_CHECK_ON_CPU = Condition(
@@ -251,7 +234,9 @@ OTHER_FORMULA_ON_CPU = Condition(
           "multiply by what torch.linalg.householder_product makes"), Evidence.MEASURED)
 BATCH_BY_MAGMA = Condition(
     "solves_batch_with_magma", "Matrices on a GPU come in a batch and have more than 16 rows or columns.",
-    _solves_batch_with_magma,
+    lambda call: any(
+        len(t.shape) > 2 and any(isinstance(n, int) and n > _MAX_ROWS_BY_CUBLAS for n in t.shape[-2:])
+        for t in _tensors_on("cuda", call.positional, call.results)),
     Cause(Reason.HOST_SYNC,
           f"MAGMA solves a batch of matrices with more than {_MAX_ROWS_BY_CUBLAS} rows, and waits for the device",
           "take the matrices one by one",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -94,10 +95,13 @@ def resnet_training() -> BenchmarkCase:
     )
 
 
+_in_float32 = partial(BenchmarkCase, dtype=torch.float32)
+
+
 def _large() -> tuple[BenchmarkCase, ...]:
     gpt = (12, 768, 12, 50304, 512)
     return (
-        BenchmarkCase(MLP, lambda: Mlp(16, 64), lambda: (floats(8, 64),), dtype=torch.float32),
+        _in_float32(MLP, lambda: Mlp(16, 64), lambda: (floats(8, 64),)),
         BenchmarkCase(SMALL_GPT, lambda: Gpt(12, 128, 4, 512, 128), lambda: (numbers(512, 1, 16),)),
         BenchmarkCase("GPT, width 768, 1 x 64 tokens", lambda: Gpt(*gpt), lambda: (numbers(50304, 1, 64),)),
         BenchmarkCase(GPT_TRAINING, lambda: Gpt(*gpt), lambda: tokens_and_targets(50304, 2, 128), trains=True),
@@ -110,11 +114,8 @@ def _large() -> tuple[BenchmarkCase, ...]:
         BenchmarkCase(
             "GPT decode, width 768, a token with a KV cache of 512", lambda: GptDecode(*gpt), lambda: _token(50304, 256)
         ),
-        BenchmarkCase(
-            "MLP with .item(), 16 layers, width 64, batch 8",
-            lambda: MlpWithItem(16, 64),
-            lambda: (floats(8, 64),),
-            dtype=torch.float32,
+        _in_float32(
+            "MLP with .item(), 16 layers, width 64, batch 8", lambda: MlpWithItem(16, 64), lambda: (floats(8, 64),)
         ),
         BenchmarkCase("ResNet-50, 1 image", lambda: ResNet("resnet50", 1000).eval(), lambda: (floats(1, 3, 224, 224),)),
         resnet_training(),
@@ -210,25 +211,19 @@ def _small() -> tuple[BenchmarkCase, ...]:
 SCALING = (
     ScalingSeries(
         "layer",
-        lambda n: BenchmarkCase(
-            f"{n} layers", lambda: SharedLayer(n, 64), lambda: (floats(8, 64),), dtype=torch.float32
-        ),
+        lambda n: _in_float32(f"{n} layers", lambda: SharedLayer(n, 64), lambda: (floats(8, 64),)),
         sizes=(1, 2, 5, 10, 50, 100, 200, 500),
         small=(1, 5),
     ),
     ScalingSeries(
         "parameter",
-        lambda n: BenchmarkCase(
-            f"{n} parameters", lambda: SumOfParameters(n, 64), lambda: (floats(64),), dtype=torch.float32
-        ),
+        lambda n: _in_float32(f"{n} parameters", lambda: SumOfParameters(n, 64), lambda: (floats(64),)),
         sizes=(2, 10, 32, 100, 200, 500),
         small=(2, 10),
     ),
     ScalingSeries(
         "input",
-        lambda n: BenchmarkCase(
-            f"{n} inputs", lambda: SumOfInputs(64), lambda: tuple(floats(64) for _ in range(n)), dtype=torch.float32
-        ),
+        lambda n: _in_float32(f"{n} inputs", lambda: SumOfInputs(64), lambda: tuple(floats(64) for _ in range(n))),
         sizes=(1, 2, 5, 10, 20, 50, 100),
         small=(1, 5),
     ),

@@ -1,4 +1,4 @@
-"""BenchmarkResults as pictures: SVG files, drawn with matplotlib.
+"""The results of the benchmark as pictures: SVG files, drawn with matplotlib.
 
 The background is transparent, and all colours have contrast on white and on a dark page.
 """

@@ -1,4 +1,4 @@
-"""BenchmarkResults as text."""
+"""The results of the benchmark as text."""
 
 from __future__ import annotations
 

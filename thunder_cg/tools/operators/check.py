@@ -6,9 +6,19 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from thunder_cg.analysis.rules import RULES, Evidence, Key
 from thunder_cg.compat.thunder import torch_executor_has
-from thunder_cg.tools.operators.coverage import ONLY_ON_A_GPU
 from thunder_cg.tools.operators.measure import key_of, label
 from thunder_cg.tools.operators.results import OperatorResults
+
+_REFUSED_ON_CPU = """
+    batch_norm_backward_elemt batch_norm_backward_reduce batch_norm_elemt batch_norm_gather_stats
+    batch_norm_gather_stats_with_counts batch_norm_stats get_and_update_rng_state_impl nanquantile nanquantile_vjp
+    quantile quantile_vjp
+"""
+
+ONLY_ON_A_GPU: frozenset[Key] = frozenset(
+    {*(("torch", name) for name in _REFUSED_ON_CPU.split()), *(key for key in RULES if key[0] == "sdpa")}
+)
+"""Operators that no call comes to on a CPU, that a CPU refuses, or that read what their arguments hold there."""
 
 SHOWN = frozenset({"fail", "wrong", "barred"})
 FINE = frozenset({"pass", "nondeterministic"})

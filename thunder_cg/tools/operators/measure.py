@@ -68,7 +68,8 @@ class OperatorRecord:
     def is_forced(self) -> bool:
         """Whether a symbol was captured that the rules deny."""
         ends = {(key_of(symbol), end.split()[0]) for symbol, counts in self.symbols.items() for end in counts}
-        return any(how == "forced" or (how == "alone" and _is_denied(key)) for key, how in ends)
+        denied = {key for key, rule in rules.RULES.items() if not rule.captures}
+        return any(how == "forced" or (how == "alone" and key in denied) for key, how in ends)
 
     def end(self, failure: str) -> None:
         """Ends the record. If the process failed in a forced capture, the failure is the outcome of that capture."""
@@ -204,7 +205,7 @@ class _CaseMeasurement:
                 record.note(symbol, end, self.where(batch, text))
         if trial.unfit:
             record.note(self.case.name, "not replayed", self.where(batch, trial.unfit))
-        outcome = _worst(trial.verdicts)
+        outcome = next((each for each in ("wrong", "nondeterministic") if each in trial.verdicts), "pass")
         for kind, counts in trial.captured.items():
             for key, many in counts.items():
                 record.symbols[label(key)][f"{kind} {outcome}"] += many
@@ -272,13 +273,3 @@ class _CaseMeasurement:
 def _halves(batch: Numbered) -> list[Numbered]:
     """Two halves, the first one last: the caller takes batches from the end."""
     return [batch[len(batch) // 2 :], batch[: len(batch) // 2]]
-
-
-def _worst(verdicts: Sequence[str]) -> str:
-    counts = Counter(verdicts)
-    return next((v for v in ("wrong", "nondeterministic") if counts[v]), "pass")
-
-
-def _is_denied(key: Key) -> bool:
-    rule = rules.RULES.get(key)
-    return rule is not None and not rule.captures

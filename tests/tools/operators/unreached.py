@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from thunder_cg.analysis.rules import RULES, VJP, Evidence, Key
 
 # Operators of the torch executor, or derivatives. A reason for an operator holds for its derivative, too.
-_WHY: Mapping[str, str] = {
+WHY: Mapping[str, str] = {
     "Thunder compiles no call that comes to it, and PyTorch itself refuses it": """
         _grouped_mm native_norm ops.rngprims.philox_rand slice_inverse
     """,
@@ -37,7 +37,7 @@ _WHY: Mapping[str, str] = {
         fbgemm_pack_quantized_matrix int_repr
     """,
 }
-_BY_NAME = {name: why for why, names in _WHY.items() for name in names.split()}
+_BY_NAME = {name: why for why, names in WHY.items() for name in names.split()}
 _NO_DERIVATIVE = "Thunder makes no derivative of it, and PyTorch has none, or none of its results has one"
 _BY_EXECUTOR: Mapping[str | None, str] = {
     None: "executors make operators of it, which have records of their own",
@@ -57,14 +57,3 @@ UNREACHED: Mapping[Key, str | None] = {
     key: _why(key) for key, rule in RULES.items() if rule.evidence is Evidence.NOT_MEASURED
 }
 """Operators that no call of the operator sweep comes to, and why none does."""
-
-_REFUSED_ON_CPU = """
-    batch_norm_backward_elemt batch_norm_backward_reduce batch_norm_elemt batch_norm_gather_stats
-    batch_norm_gather_stats_with_counts batch_norm_stats get_and_update_rng_state_impl nanquantile nanquantile_vjp
-    quantile quantile_vjp
-"""
-
-ONLY_ON_A_GPU: frozenset[Key] = frozenset(
-    {*(("torch", name) for name in _REFUSED_ON_CPU.split()), *(key for key in RULES if key[0] == "sdpa")}
-)
-"""Operators that no call comes to on a CPU, that a CPU refuses, or that read what their arguments hold there."""
