@@ -231,7 +231,11 @@ class _GroupState(_Clock):
         return _awaited(look, deadline)
 
     def catch_up(self, number: _Number, stage: str) -> None:
-        """This rank has asked with ``number`` in vain."""
+        """This rank has asked with ``number`` in vain: counts on from where another one is, if it has missed calls.
+
+        Say that it asks with call 5 while rank 1 is at call 7, which may only be early. If it asks with call 9 later,
+        and rank 1 is at call 11, rank 1 is two ahead again. So this rank has missed two calls, and its next one is 12.
+        """
         if self.place:
             return  # the next step begins to count anew
         counts_on, later = 0, {}
