@@ -98,6 +98,11 @@ def keep_with_storage(tensor: torch.Tensor, kept: Any) -> None:
 _LEAVES = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, types.NoneType, torch.dtype, torch.device}
 
 
+def is_size(value: Any) -> bool:
+    """Whether it is a `torch.Size`, of which PyTorch's trees make a tuple."""
+    return type(value) is torch.Size
+
+
 def tree_leaves(tree: Any) -> list[Any]:
     """The leaves as PyTorch's function of the name finds them, which is slow for what operators get."""
     kind = type(tree)
@@ -113,7 +118,7 @@ def tree_map_only(of: Any, fn: Callable[[Any], Any], tree: Any) -> Any:
     kind = type(tree)
     if kind in _LEAVES:
         return fn(tree) if isinstance(tree, of) else tree
-    if kind is tuple or kind is list:
+    if kind is tuple or kind is list or kind is torch.Size:
         return kind([tree_map_only(of, fn, each) for each in tree])
     if kind is dict:
         return {name: tree_map_only(of, fn, each) for name, each in tree.items()}

@@ -210,9 +210,10 @@ def fix_of_argument(value: Any) -> str:
     return "have the step read it from outside"
 
 
-def fix_of_changed_argument(value: Any) -> str:
+def fix_of_changed_argument(fact: Any) -> str:
     """What to do about a value among the arguments that is another one in each call."""
-    return "pass it as a tensor on the device" if isinstance(value, (int, float, complex)) else "leave it out"
+    is_number = isinstance(fact, Atom) and issubclass(fact.kind, (int, float, complex))
+    return "pass it as a tensor on the device" if is_number else "leave it out"
 
 
 def where(error: BaseException) -> str:

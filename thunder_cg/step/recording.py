@@ -10,7 +10,6 @@ Note [Captures of one call]
 from __future__ import annotations
 
 import re
-import struct
 import sys
 import weakref
 from abc import get_cache_token
@@ -33,6 +32,7 @@ from thunder_cg.compat.distributed import ProcessGroup, local_tensor
 from thunder_cg.compat.settings import Settings, kernel_settings
 from thunder_cg.compat.tensors import (
     has_storage,
+    is_size,
     is_zero_tensor,
     keystr,
     tree_flatten,
@@ -51,7 +51,7 @@ from thunder_cg.runtime.tensors import address_if_any, is_plain, layout, same_te
 from thunder_cg.step.averages import known_to_be_positive
 from thunder_cg.step.calls import Calls, StepCollective
 from thunder_cg.step.collector import facts_of
-from thunder_cg.step.facts import ATOMS
+from thunder_cg.step.facts import ATOMS, fact_of
 from thunder_cg.step.fixes import change_between, fix_of_argument, fix_of_change, fix_of_moved
 from thunder_cg.step.gradients import (
     ANY,
@@ -68,7 +68,7 @@ from thunder_cg.step.memory import nbytes
 from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, memory_of_tensors, moved, refuse_other_memory
 from thunder_cg.step.outside import settings_of_numpy, states_outside
 from thunder_cg.step.places import Carried, place_of_read
-from thunder_cg.step.reads import Read, is_constant, settings_in
+from thunder_cg.step.reads import Read, is_constant, may_change, settings_in
 from thunder_cg.step.snapshot import Snapshot
 from thunder_cg.step.stack import clear_stack
 from thunder_cg.step.state import StepState
@@ -78,7 +78,7 @@ _ATTEMPTS = 4  # of a capture, at most: see Note [Numbers that look like address
 _OWN_REFERENCES = 3  # to an event: of `Calls`, the loop's, the argument's
 _PLACE = re.compile(r"\[[01]\]\[(?:(\d+)|'(\w+)')\]")  # the beginning of a path to a leaf of args and kwargs
 _TENSOR = object()
-_nans: dict[Any, Any] = {}  # one for each type and bits, since no NaN is equal to another one
+_PLAIN = {tuple, list, dict}
 _OTHERS = "something else than tensors without a history"
 _SHARES = "an argument shares memory with a tensor that the step reads from outside"
 _IN_TWO_PLACES = (
@@ -94,16 +94,18 @@ class Batch:
 
     tensors: list[Tensor]
     same: dict[int, int]  # positions of tensors that are the same one as an earlier one, and its position
-    constants: tuple[Any, ...]  # the type and the value of each leaf, and more; `_TENSOR` for a tensor
-    structure: Any  # None if each argument is a tensor
+    constants: tuple[Any, ...]  # the fact of each leaf, and those of what it has; `_TENSOR` for a tensor
+    structure: _Structure
+    leaves: list[Any]
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str) -> Batch:
         """Raises `CaptureRefused` for an argument that no graph can have."""
         if not kwargs and all(type(each) is Tensor for each in args):
-            leaves, structure = [*args], None  # which takes a third of the time
+            leaves, tree = [*args], None  # which takes a third of the time
         else:
-            leaves, structure = tree_flatten((args, kwargs))
+            leaves, tree = _flattened((args, kwargs))
+        structure = _Structure(tree)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for tensor in tensors:
             if tensor.device.type != device_type:
@@ -127,8 +129,8 @@ class Batch:
             if not isinstance(leaf, (Tensor, *ATOMS)):
                 name = _name(leaf, leaves, structure)
                 raise CaptureRefused(f"{name} is a {type(leaf).__name__}; {fix_of_argument(leaf)}")
-        constants = tuple(_TENSOR if isinstance(leaf, Tensor) else _constant(leaf) for leaf in leaves)
-        return cls(tensors, same_tensors(tensors), constants, structure)
+        constants = tuple(_TENSOR if isinstance(leaf, Tensor) else _fact_of(leaf) for leaf in leaves)
+        return cls(tensors, same_tensors(tensors), constants, structure, [*leaves])
 
     @property
     def layout(self) -> Any:
@@ -141,31 +143,84 @@ class Batch:
         `CaptureRefused` if it changes an argument: a replay would change nothing of the arguments.
         """
         found = iter(tensors)
-        leaves = [next(found) if constant is _TENSOR else constant[1] for constant in self.constants]
+        leaves = [next(found) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         places = [*map(place_of, given)]
-        args, kwargs = (leaves, {}) if self.structure is None else tree_unflatten(leaves, self.structure)
+        tree = self.structure.tree
+        args, kwargs = (leaves, {}) if tree is None else tree_unflatten(leaves, tree)
         result = fn(*args, **kwargs)
         for tensor, before in zip(given, places):
             if tensor.requires_grad or vars(tensor) or place_of(tensor) != before:
                 fix = "take another tensor of its content, as in x = x.detach().requires_grad_()"
                 raise CaptureRefused(f"the step changes {_name(tensor, leaves, self.structure)}; {fix}")
-        if self.structure is not None:
-            left, structure = tree_flatten((args, kwargs))
-            if structure != self.structure or not all(map(is_, left, leaves)):
+        if tree is not None:
+            left, tree = tree_flatten((args, kwargs), is_size)
+            if _Structure(tree) != self.structure or not all(map(is_, left, leaves)):
                 fix = "copy it first, as in batch = dict(batch)"
                 raise CaptureRefused(f"the step changes a dictionary or a list among its arguments; {fix}")
         return result, (args, kwargs)
 
 
-def _constant(value: Any) -> tuple[Any, ...]:
-    """Equal for values that are the same: 0.0 and -0.0 are not, and two NaNs of the same bits are.
+def _fact_of(value: Any) -> tuple[Any, tuple[Any, ...]]:
+    """That of a plain value, and those of what a value of a class of the user's has, and the class itself."""
+    return fact_of(value), () if type(value) in ATOMS else facts_of(value)
 
-    So are what a value of a class of the user's has, and the class itself.
+
+class _Structure:
+    """How arguments are nested. Equal for the same keys of dictionaries, as 1 and True are not, and the same classes.
+
+    Attributes:
+        tree: as PyTorch has it; None if each argument is a tensor.
     """
-    bits = struct.pack("dd", value.real, value.imag) if isinstance(value, (float, complex)) else b""
-    has = () if type(value) in ATOMS else facts_of(value)
-    return type(value), value if value == value else _nans.setdefault((type(value), bits), value), bits, has
+
+    __slots__ = ("facts", "tree")
+
+    def __init__(self, tree: Any) -> None:
+        self.tree, self.facts = tree, None if tree is None else [*_facts_of_tree(tree)]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Structure) and self.facts == other.facts
+
+    def __hash__(self) -> int:
+        return hash(self.tree and self.tree.num_nodes)
+
+
+def _facts_of_tree(tree: Any) -> Iterator[Any]:
+    if tree.type is None:  # a leaf
+        yield None
+        return
+    yield tree.type
+    yield _facts_of_key(tree.context)
+    if tree.type not in _PLAIN:  # others may have methods, which read what their classes define
+        yield [facts_of(each) for each in (tree.type, tree.context) if isinstance(each, type) and may_change(each)]
+    for each in tree.children():
+        yield from _facts_of_tree(each)
+
+
+def _facts_of_key(key: Any) -> Any:
+    if type(key) is str or key is None:
+        return key
+    if isinstance(key, (tuple, list, frozenset)):
+        return type(key), *map(_facts_of_key, key)
+    return _fact_of(key) if isinstance(key, (*ATOMS, type)) else (type(key), key, repr(key))
+
+
+def _flattened(arguments: Any) -> tuple[list[Any], Any]:
+    """The leaves, and PyTorch's tree of the rest.
+
+    `CaptureRefused` for a list or a dictionary that is there twice, since the step is captured with two of it.
+    """
+    seen: set[int] = set()
+
+    def is_leaf(node: Any) -> bool:
+        if isinstance(node, (dict, list, deque)):
+            if id(node) in seen:
+                problem = f"a {type(node).__name__} is twice among the arguments"
+                raise CaptureRefused(f"{problem}; pass a copy of it, as by copy.copy(batch)")
+            seen.add(id(node))
+        return is_size(node)
+
+    return tree_flatten(arguments, is_leaf)
 
 
 def changed_argument(before: Any, after: Any) -> tuple[str, Any, Any] | None:
@@ -185,17 +240,17 @@ def changed_argument(before: Any, after: Any) -> tuple[str, Any, Any] | None:
         elif _TENSOR in (a, b):
             return None
         elif a != b:
-            changed = (pair for pair in zip(a[-1], b[-1]) if pair[0] != pair[1])  # in what a value has
-            then, now = next(changed, (a[1], b[1])) if a[:-1] == b[:-1] else (a[1], b[1])
+            changed = (pair for pair in zip(a[1], b[1]) if pair[0] != pair[1])  # in what a value has
+            then, now = next(changed, (a[0], b[0])) if a[0] == b[0] else (a[0], b[0])
             return argument_at(structure, i), then, now
     return None
 
 
-def argument_at(structure: Any, position: int) -> str:
+def argument_at(structure: _Structure, position: int) -> str:
     """``"argument 1['labels']"``: where the leaf at a position is in arguments of this structure."""
-    if structure is None:
+    if (tree := structure.tree) is None:
         return f"argument {position}"
-    places, _ = tree_flatten_with_path(tree_unflatten(range(structure.num_leaves), structure))
+    places, _ = tree_flatten_with_path(tree_unflatten(range(tree.num_leaves), tree))
     return _PLACE.sub(r"argument \1\2", keystr(places[position][0]))
 
 
@@ -397,7 +452,7 @@ class _Body:
                 watched,
             ):
                 result, arguments = self._batch.call(self._fn, self._buffers)
-                leaves, structure = tree_flatten(result)  # a dictionary may be a place that gets its value back
+                leaves, structure = tree_flatten(result, is_size)  # a dictionary may get its value back
         finally:
             self._calls.end()
         for each in self._calls.pending.values():  # on a GPU, its memory would be used again while it runs
@@ -723,13 +778,19 @@ class StepCapture:
         Args:
             versions: before the step, of the state's tensors and of the buffers that stand for the arguments.
         """
-        tensors = self.state.with_memory
+        state, tensors = self.state, self.state.with_memory
         has_changed = [version(tensor) != then for tensor, then in zip((*tensors, *buffers), versions)]
-        if any(has_changed[len(tensors) :]):
-            raise CaptureRefused("the step writes to an argument; clone it first")
+        names = [label for (label, _, _), value in zip(state.carried, state.carried_values()) for _ in value.tensors]
+        found = (None,) * len(self.batch.tensors)
+        for label in compress([*found, *names], has_changed[len(tensors) :]):
+            if label is None:
+                raise CaptureRefused("the step writes to an argument; clone it first")
+            fix, line = "make a new one, as in x = x + 1 for x += 1", state.line_of(f"{label} ")
+            problem = f"the step writes to the tensor that it finds in {label}{line}, and puts another there"
+            raise CaptureRefused(f"{problem}; {fix}")
         for line in (self.calls.written[at] for at in map(address_if_any, buffers) if at in self.calls.written):
             raise CaptureRefused(f"a collective writes to an argument of the step{line}; clone it first")
-        counters = {id(each.n_averaged) for each in self.state.averages}  # their versions say who else writes to them
+        counters = {id(each.n_averaged) for each in state.averages}  # their versions say who else writes to them
         return [each for each, changed in zip(tensors, has_changed) if changed and id(each) not in counters]
 
     def _refuse_what_python_did(self, outside: Mapping[str, Any]) -> None:
