@@ -119,7 +119,7 @@ def tree_map_only(of: Any, fn: Callable[[Any], Any], tree: Any) -> Any:
     kind = type(tree)
     if kind in _LEAVES:
         return fn(tree) if isinstance(tree, of) else tree
-    if kind is tuple or kind is list or kind is torch.Size:
+    if kind is tuple or kind is list:
         return kind([tree_map_only(of, fn, each) for each in tree])
     if kind is dict:
         return {name: tree_map_only(of, fn, each) for name, each in tree.items()}
