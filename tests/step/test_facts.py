@@ -226,3 +226,17 @@ def test_a_size_stays_a_size(step_twins):
         y, shape, count = step(torch.ones(4, device=step_twins.device), torch.Size([2, 2]))
         assert (y.shape, type(shape), shape, count) == ((2, 2), torch.Size, (4,), 4)
     assert step.replays == 2, step.in_python
+
+
+class Table(dict):
+    scale = 1.0
+
+
+def test_a_class_of_a_container_that_changes(step_twins):
+    """No bytecode names the attribute of what is passed on."""
+    table, x = Table(), torch.ones(1, device=step_twins.device)
+    step = step_twins.graphed(lambda: x * (lambda each: each.scale)(table))
+    for i in range(8):
+        Table.scale = 1.0 + i // 4
+        assert step().item() == Table.scale
+    assert step.replays == 4, step.in_python
