@@ -240,3 +240,18 @@ def test_a_class_of_a_container_that_changes(step_twins):
         Table.scale = 1.0 + i // 4
         assert step().item() == Table.scale
     assert step.replays == 4, step.in_python
+
+
+def test_a_key_of_what_is_carried_that_looks_alike(step_twins):
+    holder, zero = Holder(), torch.zeros(1, device=step_twins.device)
+
+    def step(x):
+        ((key, last),) = holder.value.items()
+        holder.value = {key: last + x}
+        return last + x * (2 if key is True else 1)
+
+    graphed, totals = step_twins.graphed(step), []
+    for i in range(10):
+        holder.value = {1: zero} if i == 0 else {True: zero} if i == 5 else holder.value
+        totals.append(graphed(zero + 1).item())
+    assert totals == [1, 2, 3, 4, 5, 2, 3, 4, 5, 6] and graphed.replays >= 4, graphed.in_python
