@@ -114,7 +114,7 @@ def test_optimizers_on_a_gpu(monkeypatch, name, fix):
     assert fixes.fix_of_change(change, facts, {}, in_step=False).endswith(f"which a scheduler then writes, and {fix}")
 
 
-def scaled(model, optimizer):
+def scaled(model, optimizer, after=lambda scaler: None):
     device = next(model.parameters()).device.type
     scaler = torch.amp.GradScaler(device, init_scale=2.0)
 
@@ -122,6 +122,7 @@ def scaled(model, optimizer):
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
+        after(scaler)
 
     return inner
 
@@ -166,6 +167,30 @@ def test_a_scaler_needs_a_fused_optimizer(run, device):
     assert step.replays >= 6 and not said, said
     _, (said,) = run(scaled, torch.optim.RMSprop, **({"capturable": True} if device == "cuda" else {}))
     assert "take another optimizer than RMSprop, such as AdamW with fused=True" in said, said
+
+
+def test_a_scale_that_the_step_reads(run):
+    step, (said,) = run(partial(scaled, after=torch.amp.GradScaler.get_scale), fused=True)
+    assert step.replays == 0 and "call get_scale() outside of the step" in said, said
+
+
+@pytest.mark.parametrize("kind", ["FakeQuantize", "FusedMovingAvgObsFakeQuantize"])
+def test_fake_quantization(run, backend, kind):
+    quantization = torch.ao.quantization
+
+    def quantized(model, optimizer):
+        quantize = getattr(quantization, kind)(quantization.MovingAverageMinMaxObserver, 0, 255).to(model.weight.device)
+
+        def inner(loss):
+            quantize(loss).backward()
+            optimizer.step()
+
+        return inner
+
+    step, said = run(quantized)
+    is_fused = kind.startswith("Fused")
+    assert (step.replays >= 6) == is_fused and said[1:] == [] and is_fused != bool(said), said
+    assert is_fused or "take FusedMovingAvgObsFakeQuantize" in said[0], said
 
 
 def on(device, what):

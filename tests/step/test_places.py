@@ -744,7 +744,7 @@ REFUSED = {
     appends_a_gradient: "the step returns or keeps the memory of a gradient, which others may write; clone it",
     reads_a_history: "detach it at the end of the step: a graph keeps no history",
     keeps_a_history: "detach it at the end of the step: a graph keeps no history",
-    writes_in_place: "the step writes to",
+    writes_in_place: "the step writes to the tensor that it finds in keeper.loss (see test_places.py:",
     changes_a_deque: "losses[0] changed",
     appends_a_history: "without a history to losses (test_places.py:{line}); detach them, or return them",
     appends_a_number: "something else than tensors without a history to losses (test_places.py:{line})",

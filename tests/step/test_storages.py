@@ -112,6 +112,12 @@ def test_a_step_gives_tensors_other_memory(step_twins, make):
     assert not steps[1].kept() or (steps[1].kept()[0] == 2).all()  # which has the memory of the parameter
 
 
+def test_who_holds_memory_is_counted_while_dynamo_watches_frames(step_twins):
+    """A call has more references to its arguments then. An error of Dynamo's may leave it so."""
+    step = torch._dynamo.run(step_twins.train)(by_hand, 8)
+    assert step.replays >= 5, why(step)
+
+
 @pytest.mark.parametrize("make", STEPS)
 @pytest.mark.nightly_after(3)
 @pytest.mark.parametrize("hold", ["a view", "a storage", "what the step keeps", "a row", "an array", "for a while"])

@@ -7,6 +7,7 @@ import sys
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -98,6 +99,11 @@ def keep_with_storage(tensor: torch.Tensor, kept: Any) -> None:
 _LEAVES = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, types.NoneType, torch.dtype, torch.device}
 
 
+def is_size(value: Any) -> bool:
+    """Whether it is a `torch.Size`, of which PyTorch's trees make a tuple."""
+    return type(value) is torch.Size
+
+
 def tree_leaves(tree: Any) -> list[Any]:
     """The leaves as PyTorch's function of the name finds them, which is slow for what operators get."""
     kind = type(tree)
@@ -133,18 +139,21 @@ tensor_use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_co
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 
 
-def holders_of_storage(storage: torch.UntypedStorage) -> int:
-    """How many tensors have a storage, and how many besides a variable of the caller refer to its object of Python."""
+def holders_of_storage(get: Callable[[], torch.UntypedStorage]) -> int:
+    """How many tensors have a storage, and how many refer to its object of Python.
+
+    Nobody passes the storage on: on Python 3.10, and while Dynamo watches frames, a call has one to each argument.
+    """
+    storage = get()
     tensors = storage_use_count(storage._cdata) - 1
     return tensors + sys.getrefcount(storage) - _references[tensors > 0]
 
 
 # Those that are always there, without tensors and with some, as of a call in Python; since torch 2.11 of C++, too.
-_references, _storage = {False: 0, True: 0}, torch.UntypedStorage(0)
-_references[False] = holders_of_storage(_storage)
-_tensor = torch.empty(0, device="cpu").set_(_storage)
-_references[True] = holders_of_storage(_storage) - 1
-del _storage, _tensor
+_references, _storages, _tensor = {False: 0, True: 0}, [torch.UntypedStorage(0)], torch.empty(0, device="cpu")
+_references[False] = holders_of_storage(partial(_storages.__getitem__, 0)) - 1
+_references[True] = holders_of_storage(_tensor.untyped_storage) - 1
+del _storages, _tensor
 
 
 def are_held_unseen(tensors: Sequence[torch.Tensor]) -> bool:

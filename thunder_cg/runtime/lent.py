@@ -53,7 +53,7 @@ class Lent:
         self._by_storage = {storage_id(tensor): tensor for tensor in tensors.values()}
         self._each = [*self._by_storage.values()]
         self._storages = [tensor.untyped_storage() for tensor in self._each]
-        self._owners = [*map(holders_of_storage, self._storages)]
+        self._owners = self._count()
         self._not_held: Any = None  # the counts by which it was found that nobody holds one
         self._addresses, self._indices = [t.data_ptr() for t in self._each], [*range(len(self._each))]
         self.nbytes = sum(tensor.untyped_storage().nbytes() for tensor in self._each)
@@ -77,13 +77,15 @@ class Lent:
         """Whether no storage has got other memory, as ``resize_`` of a caller's tensor gives it."""
         return addresses_equal(self._each, self._addresses, self._indices)
 
+    def _count(self) -> list[int]:
+        return [holders_of_storage(each.untyped_storage) for each in self._each]
+
     def held(self) -> list[torch.Tensor]:
         """Of each storage that callers still hold, a tensor."""
         counts = [*map(storage_use_count, self._by_storage)], [*map(sys.getrefcount, self._storages)]
         if counts == self._not_held:
             return []
-        now = map(holders_of_storage, self._storages)
-        held = [tensor for tensor, uses, owners in zip(self._each, now, self._owners) if uses > owners]
+        held = [tensor for tensor, uses, owners in zip(self._each, self._count(), self._owners) if uses > owners]
         if not held:
             self._not_held = counts
         return held

@@ -64,7 +64,7 @@ _COLLECTIONS = (Mapping, Sequence, Set, ValuesView)
 _MAX_ITEMS = 10_000  # of a container that can be compared before each replay
 _MAX_ARRAY = 2**16  # bytes of an array that can
 _MAX_DEPTH = 8
-_MAX_ENUMERATIONS = 256  # members of which the facts are kept
+_MAX_CONSTANTS = 256  # members of enumerations, and classes, of which the facts are kept
 _NAMESPACES = types.SimpleNamespace, argparse.Namespace
 _LOCKS = type(threading.Lock()), type(threading.RLock()), threading.Condition
 _OF_MODULES = ("training", "_parameters", "_buffers", "_modules")  # that each module has in its dictionary
@@ -345,12 +345,16 @@ class Collector:
                     self.add(f"{where}.{name}", member, depth + 1)
 
     def _add_container(self, label: str, value: Any, depth: int, places: tuple[Place, ...] = ()) -> None:
+        self.facts[f"type({label})"] = Same(type(value))
         self.facts[f"len({label})"] = len(value)
         if len(value) > _MAX_ITEMS:
             problem = f"{label} has {len(value):,} items, and up to {_MAX_ITEMS:,} are compared before a replay"
             self.objections.append(f"{problem}; read what the step needs of it before the step")
             return
         self.holders.append(value)
+        self.add_class(label, value, depth)
+        if isinstance(value, deque):
+            self.facts[f"{label}.maxlen"] = value.maxlen
         self.watch.container(value, [i for i in range(len(value)) if (id(value), i) in self._to_carry])
         self._add_own_attributes(label, value, depth)
         if isinstance(value, dict):
@@ -361,13 +365,11 @@ class Collector:
             if isinstance(value, OrderedDict):  # which nobody reports if only the order changes
                 self.watch.value(partial(_order_of, value))
             items = plain_copy(value)
-            self.facts[f"the order of {label}"] = Content(
-                [key if isinstance(key, ATOMS) else Same(key) for key in items]
-            )
+            self.facts[f"the order of {label}"] = Content([*map(fact_of, items)])
             for i, (key, item) in enumerate(items.items()):
                 name = f"{label}[{key!r}]" if isinstance(key, ATOMS) else f"{label}[{i}]"
                 self.add(name, item, depth + 1, (*places, Place(value, key)))
-                if not isinstance(key, (*ATOMS, Tensor)):
+                if not isinstance(key, Tensor) and (not isinstance(key, ATOMS) or _is_users_atom(key)):
                     self.add(f"key {i} of {label}", key, depth + 1)
         else:
             for i, item in enumerate(value):
@@ -495,17 +497,17 @@ _DEEPER = {Collector._add_container, Collector._add_collection, Collector._add_o
 
 
 def facts_of(value: Any) -> tuple[tuple[str, Any], ...]:
-    """Those of a value, and of what it has. The same ones, if nothing of an enumeration has changed since."""
-    facts, watch, _ = _of_enumerations.get(id(value), ((), None, None))
+    """Those of a value, and of what it has. The same ones, if nothing of an enumeration or a class has changed."""
+    facts, watch, _ = _of_constants.get(id(value), ((), None, None))
     if watch is not None and watch.is_untouched():
         return facts
     collector = Collector("", {}, ())
     collector.add("value", value)
     facts = (*collector.facts.items(),)
-    if isinstance(value, enum.Enum):
-        if len(_of_enumerations) == _MAX_ENUMERATIONS:
-            _of_enumerations.clear()
-        _of_enumerations[id(value)] = facts, collector.watch.begin(collector.facts), value
+    if isinstance(value, (enum.Enum, type)):
+        if len(_of_constants) == _MAX_CONSTANTS:
+            _of_constants.clear()
+        _of_constants[id(value)] = facts, collector.watch.begin(collector.facts), value
     return facts
 
 
@@ -522,7 +524,7 @@ def _definitions() -> Facts:
 
 
 _defined: list[Watch] = []  # the last one
-_of_enumerations: dict[int, tuple[tuple[tuple[str, Any], ...], Watch, Any]] = {}  # by the identities of their members
+_of_constants: dict[int, tuple[tuple[tuple[str, Any], ...], Watch, Any]] = {}  # by identity
 
 
 def is_simple(value: Any, device_type: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import re
+import struct
 import types
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from thunder_cg.step.reads import MISSING, numbered
 
 REQUIRES_GRAD, WITH_HISTORY = " that requires grad", " with a history"  # how what is said of a tensor ends
 ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, range)
+_EXACT = {*ATOMS} - {float, complex, range}  # equal if they are the same
 
 
 class Facts(dict[str, Any]):
@@ -69,10 +71,11 @@ class Atom(NamedTuple):
     """A fact that is a plain value: equal for values of one type that are the same, as 0.0 and -0.0 are not."""
 
     kind: type
-    value: Any  # as text of a floating point number
+    value: Any  # as text if others are equal to it, as -0.0 is to 0.0, or if its class may say what is
 
     def __repr__(self) -> str:
-        return str(self.value) if self.kind in (float, complex) else repr(self.value)
+        is_text = type(self.value) is str is not self.kind
+        return self.value.partition(" of ")[0] if is_text else repr(self.value)
 
 
 class Content:
@@ -99,7 +102,15 @@ def fact_of(value: Any) -> Any:
         return Atom(types.MethodType, (Same(value.__func__), Same(value.__self__)))
     if not isinstance(value, ATOMS):
         return Same(value)
-    return Atom(type(value), repr(value) if isinstance(value, (float, complex)) else value)
+    return Atom(kind := type(value), value if kind in _EXACT or isinstance(value, enum.Enum) else _text_of(value))
+
+
+def _text_of(value: Any) -> str:
+    """All of it, whatever its class says of itself."""
+    kind: Any = next(kind for kind in ATOMS if isinstance(value, kind))
+    text = kind.__repr__(value)
+    is_number = isinstance(value, (float, complex)) and value != value  # NaNs have a sign, and other bits
+    return f"{text} of {struct.pack('dd', value.real, value.imag).hex()}" if is_number else text
 
 
 def is_equal(now: Any, then: Any) -> bool:

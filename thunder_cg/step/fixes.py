@@ -59,6 +59,8 @@ _BETWEEN = f"leave it as it is between steps, or {_IN_PLACE}"
 _OPTIMIZER = "the optimizer reads its state on the host"
 _OWN_OPTIMIZER = f"{_IN_PLACE}, or take a capturable optimizer"
 _SCALER = "the scaler reads on the host whether a gradient is infinite, unless the optimizer is fused"
+_SCALE = "the scaler reads its scale on the host; call get_scale() outside of the step"
+_FAKE = "FakeQuantize reads on the host whether it is on; take FusedMovingAvgObsFakeQuantize of torch.ao.quantization"
 _AVERAGES = "the average of all steps reads their number on the host; make AveragedModel with avg_fn=get_swa_avg_fn()"
 _BATCHES = "it reads the number of batches on the host, since it averages over all; make it with momentum=0.1"
 _VALIDATION = "the distribution reads its arguments on the host; make it with validate_args=False"
@@ -73,6 +75,7 @@ _HISTORY = (
 )
 _NORM = "it reads whether the norm is finite; pass error_if_nonfinite=False, and look at the norm outside of the step"
 _NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+_BY_NAME = {"LightningOptimizer": _LIGHTNINGS, "FakeQuantize": _FAKE}  # of classes that may not be there
 _READERS = ("item", "tolist", "float")  # functions and methods that read what a tensor holds
 _MOST_OTHERS = 3  # that are named beside what a reason is about
 _READ_THEIR_RATE = ("Adadelta", "Muon", "RMSprop")  # on the host if it is a tensor, and nothing else
@@ -210,9 +213,10 @@ def fix_of_argument(value: Any) -> str:
     return "have the step read it from outside"
 
 
-def fix_of_changed_argument(value: Any) -> str:
+def fix_of_changed_argument(fact: Any) -> str:
     """What to do about a value among the arguments that is another one in each call."""
-    return "pass it as a tensor on the device" if isinstance(value, (int, float, complex)) else "leave it out"
+    is_number = isinstance(fact, Atom) and issubclass(fact.kind, (int, float, complex))
+    return "pass it as a tensor on the device" if is_number else "leave it out"
 
 
 def where(error: BaseException) -> str:
@@ -266,8 +270,11 @@ def _fix_in_torch(frames: Sequence[FrameType]) -> str | None:
             return _AVERAGES
         if isinstance(owner, _NORMS) and owner.momentum is None:
             return _BATCHES
-        if "LightningOptimizer" in [kind.__name__ for kind in type(owner).__mro__]:
-            return _LIGHTNINGS
+        if isinstance(owner, GradScaler) and frame.f_code.co_name == "get_scale":
+            return _SCALE
+        for kind in type(owner).__mro__:
+            if kind.__name__ in _BY_NAME:
+                return _BY_NAME[kind.__name__]
         if isinstance(owner, Optimizer):
             return f"{_OPTIMIZER}; {_make(owner)}"
         if isinstance(owner, GradScaler) and isinstance(optimizer, Optimizer):

@@ -188,7 +188,7 @@ def _uses_of_gradient(parameter: Tensor) -> tuple[int, int, int]:
     """References from Python, those from C++, and what holds its memory."""
     gradient = parameter.grad
     assert gradient is not None
-    return sys.getrefcount(gradient), tensor_use_count(gradient), holders_of_storage(gradient.untyped_storage())
+    return sys.getrefcount(gradient), tensor_use_count(gradient), holders_of_storage(gradient.untyped_storage)
 
 
 _MOVES = (
@@ -329,7 +329,7 @@ class GraphGradient:
         if local is not tensor:
             uses = tensor_use_count(local)
             counts = [counts[0] + sys.getrefcount(local) - (uses > 1), counts[1] + uses]
-        return counts[0], counts[1], holders_of_storage(self.memory) + has_left
+        return counts[0], counts[1], holders_of_storage(partial(_memory_of, self)) + has_left
 
     @classmethod
     def of(cls, tensor: Tensor, parameter: Tensor, *, is_shared: bool = False) -> GraphGradient:

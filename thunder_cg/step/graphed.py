@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from thunder_cg.analysis.sources import users_level
 from thunder_cg.compat.distributed import ProcessGroup, default_group, is_alive
 from thunder_cg.compat.settings import any_autocast_enabled
-from thunder_cg.compat.tensors import tree_map_only
+from thunder_cg.compat.tensors import is_size, tree_flatten, tree_unflatten
 from thunder_cg.compat.torch import in_profile
 from thunder_cg.errors import (
     CaptureLater,
@@ -40,6 +40,7 @@ from thunder_cg.runtime.failures import note_replay
 from thunder_cg.runtime.skip_reasons import held_back, skip_reason
 from thunder_cg.step.attributes import Attributes
 from thunder_cg.step.averages import move_counters
+from thunder_cg.step.batch import Batch, changed_argument
 from thunder_cg.step.calls import Calls
 from thunder_cg.step.facts import Facts
 from thunder_cg.step.fixes import (
@@ -57,7 +58,7 @@ from thunder_cg.step.memory import PythonCall, making_states_apart, nbytes
 from thunder_cg.step.outside import named, states_outside, thread_states
 from thunder_cg.step.places import Place
 from thunder_cg.step.reads import Called
-from thunder_cg.step.recording import Batch, CallsMore, StepCapture, StepRecording, changed_argument
+from thunder_cg.step.recording import CallsMore, StepCapture, StepRecording
 from thunder_cg.step.state import StepState, newly_carried
 
 _MAX_UNSTABLE = 8  # calls in a row that change the state, or find another one; then the regions' own graphs are used
@@ -596,7 +597,11 @@ def _forget_oldest(by_layout: dict[Any, Any]) -> None:
 def _detached(result: Any) -> Any:
     """The result as a replay returns it: without a history. One tensor stays one."""
     made: dict[int, Tensor] = {}
-    return tree_map_only(Tensor, lambda t: made.setdefault(id(t), t.detach()) if t.requires_grad else t, result)
+    leaves, tree = tree_flatten(result, is_size)
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaves[i] = made.setdefault(id(leaf), leaf.detach())
+    return tree_unflatten(leaves, tree)
 
 
 def _said(error: BaseException) -> str:

@@ -150,7 +150,8 @@ class Carried:
 
     def __init__(self, tensors: list[Tensor], structure: Any) -> None:
         self.tensors, self.structure = tensors, structure
-        self.fact = Layout(structure, tuple(map(layout, tensors)))
+        keys = "" if structure is _LEAF else repr(structure)  # tells those that are equal apart, as 1 and True are
+        self.fact = Layout((structure, keys), tuple(map(layout, tensors)))
 
     @classmethod
     def of(cls, value: Any, device_type: str) -> Carried | None:
@@ -167,7 +168,7 @@ class Carried:
         """Whether the tensors are laid out as the others are, wherever they are."""
         pairs = zip(self.tensors, other.tensors)
         are_alike = all(a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype for a, b in pairs)
-        return self.structure == other.structure and are_alike
+        return self.fact.structure == other.fact.structure and are_alike
 
     def with_tensors(self, tensors: list[Tensor]) -> Any:
         """The same with other tensors."""

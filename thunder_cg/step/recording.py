@@ -9,8 +9,6 @@ Note [Captures of one call]
 
 from __future__ import annotations
 
-import re
-import struct
 import sys
 import weakref
 from abc import get_cache_token
@@ -31,38 +29,20 @@ from thunder_cg.compat.autograd import is_leaf
 from thunder_cg.compat.cuda import hidden_capture, is_of_capture
 from thunder_cg.compat.distributed import ProcessGroup, local_tensor
 from thunder_cg.compat.settings import Settings, kernel_settings
-from thunder_cg.compat.tensors import (
-    has_storage,
-    is_zero_tensor,
-    keystr,
-    tree_flatten,
-    tree_flatten_with_path,
-    tree_leaves,
-    tree_unflatten,
-    version,
-)
+from thunder_cg.compat.tensors import has_storage, is_size, tree_flatten, tree_leaves, tree_unflatten, version
 from thunder_cg.errors import CaptureLater, CaptureRefused, ReplayRefused, without_frames
 from thunder_cg.runtime.agreement import Collectives
 from thunder_cg.runtime.arena import Arena, RecordingUse
 from thunder_cg.runtime.backend import Backend, Graph, Pool
 from thunder_cg.runtime.inputs import CopiedInput
 from thunder_cg.runtime.outputs import AliasedInput, Outputs
-from thunder_cg.runtime.tensors import address_if_any, is_plain, layout, same_tensors
+from thunder_cg.runtime.tensors import address_if_any, is_plain
 from thunder_cg.step.averages import known_to_be_positive
+from thunder_cg.step.batch import Batch
 from thunder_cg.step.calls import Calls, StepCollective
-from thunder_cg.step.collector import facts_of
 from thunder_cg.step.facts import ATOMS
-from thunder_cg.step.fixes import change_between, fix_of_argument, fix_of_change, fix_of_moved
-from thunder_cg.step.gradients import (
-    ANY,
-    LIKE,
-    THERE,
-    ExpectedGradients,
-    GradientsBefore,
-    GraphGradient,
-    Overwritten,
-    place_of,
-)
+from thunder_cg.step.fixes import change_between, fix_of_change, fix_of_moved
+from thunder_cg.step.gradients import ANY, LIKE, THERE, ExpectedGradients, GradientsBefore, GraphGradient, Overwritten
 from thunder_cg.step.heap import known_tensors
 from thunder_cg.step.memory import nbytes
 from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, memory_of_tensors, moved, refuse_other_memory
@@ -76,9 +56,6 @@ from thunder_cg.step.storages import KEPT_SHARES, OriginalStorages, ReplacedStor
 
 _ATTEMPTS = 4  # of a capture, at most: see Note [Numbers that look like addresses] in other_memory.py
 _OWN_REFERENCES = 3  # to an event: of `Calls`, the loop's, the argument's
-_PLACE = re.compile(r"\[[01]\]\[(?:(\d+)|'(\w+)')\]")  # the beginning of a path to a leaf of args and kwargs
-_TENSOR = object()
-_nans: dict[Any, Any] = {}  # one for each type and bits, since no NaN is equal to another one
 _OTHERS = "something else than tensors without a history"
 _SHARES = "an argument shares memory with a tensor that the step reads from outside"
 _IN_TWO_PLACES = (
@@ -86,121 +63,6 @@ _IN_TWO_PLACES = (
     "keep a copy, such as {0}(metrics)"
 )
 _IS_GRADIENT = "the step returns or keeps the memory of a gradient, which others may write; clone it"
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The arguments of one call: tensors on the device of the graphs, and the rest."""
-
-    tensors: list[Tensor]
-    same: dict[int, int]  # positions of tensors that are the same one as an earlier one, and its position
-    constants: tuple[Any, ...]  # the type and the value of each leaf, and more; `_TENSOR` for a tensor
-    structure: Any  # None if each argument is a tensor
-
-    @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str) -> Batch:
-        """Raises `CaptureRefused` for an argument that no graph can have."""
-        if not kwargs and all(type(each) is Tensor for each in args):
-            leaves, structure = [*args], None  # which takes a third of the time
-        else:
-            leaves, structure = tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        for tensor in tensors:
-            if tensor.device.type != device_type:
-                name = _name(tensor, leaves, structure)
-                problem = f"{name} is on {tensor.device}, and the step's graph on {device_type}"
-                raise CaptureRefused(f"{problem}; move the batch to the device before the call")
-            has_memory = has_storage(tensor) and not is_zero_tensor(tensor)
-            has_gradient = tensor.requires_grad or tensor.grad is not None
-            if type(tensor) is not Tensor or has_gradient or tensor.is_nested or not has_memory:
-                kind = "tensor that has a gradient" if has_gradient else type(tensor).__name__
-                kind = "tensor that requires grad" if tensor.requires_grad else kind
-                kind = "nested tensor" if tensor.is_nested else kind
-                fix = "pass it detached, or have the step read it from outside"
-                name = _name(tensor, leaves, structure)
-                raise CaptureRefused(f"{name} is a {kind}, not a plain tensor of a batch; {fix}")
-            if attributes := vars(tensor):
-                problem = f"{_name(tensor, leaves, structure)} has the attribute {next(iter(attributes))}"
-                fix = "pass its value as an argument, and the tensor as x.detach()"
-                raise CaptureRefused(f"{problem}, which a graph would have baked in; {fix}")
-        for leaf in leaves:
-            if not isinstance(leaf, (Tensor, *ATOMS)):
-                name = _name(leaf, leaves, structure)
-                raise CaptureRefused(f"{name} is a {type(leaf).__name__}; {fix_of_argument(leaf)}")
-        constants = tuple(_TENSOR if isinstance(leaf, Tensor) else _constant(leaf) for leaf in leaves)
-        return cls(tensors, same_tensors(tensors), constants, structure)
-
-    @property
-    def layout(self) -> Any:
-        """What has to be equal for two batches to be laid out alike."""
-        return tuple(map(layout, self.tensors)), self.constants, (self.structure, *self.same.items())
-
-    def call(self, fn: Callable[..., Any], tensors: Iterable[Tensor]) -> tuple[Any, Any]:
-        """Calls ``fn`` with other tensors in the places of the batch's; returns the result and the arguments.
-
-        `CaptureRefused` if it changes an argument: a replay would change nothing of the arguments.
-        """
-        found = iter(tensors)
-        leaves = [next(found) if constant is _TENSOR else constant[1] for constant in self.constants]
-        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        places = [*map(place_of, given)]
-        args, kwargs = (leaves, {}) if self.structure is None else tree_unflatten(leaves, self.structure)
-        result = fn(*args, **kwargs)
-        for tensor, before in zip(given, places):
-            if tensor.requires_grad or vars(tensor) or place_of(tensor) != before:
-                fix = "take another tensor of its content, as in x = x.detach().requires_grad_()"
-                raise CaptureRefused(f"the step changes {_name(tensor, leaves, self.structure)}; {fix}")
-        if self.structure is not None:
-            left, structure = tree_flatten((args, kwargs))
-            if structure != self.structure or not all(map(is_, left, leaves)):
-                fix = "copy it first, as in batch = dict(batch)"
-                raise CaptureRefused(f"the step changes a dictionary or a list among its arguments; {fix}")
-        return result, (args, kwargs)
-
-
-def _constant(value: Any) -> tuple[Any, ...]:
-    """Equal for values that are the same: 0.0 and -0.0 are not, and two NaNs of the same bits are.
-
-    So are what a value of a class of the user's has, and the class itself.
-    """
-    bits = struct.pack("dd", value.real, value.imag) if isinstance(value, (float, complex)) else b""
-    has = () if type(value) in ATOMS else facts_of(value)
-    return type(value), value if value == value else _nans.setdefault((type(value), bits), value), bits, has
-
-
-def changed_argument(before: Any, after: Any) -> tuple[str, Any, Any] | None:
-    """The first argument that differs in two layouts of batches that are alike in all else.
-
-    Its name, and its values before and after: "argument 0"; or, of a tensor, "the shape of argument 0", and the shapes.
-    """
-    (shapes, then, *rest), (now_shapes, now, *now_rest) = before, after
-    if rest != now_rest:
-        return None
-    (structure, *_), pairs = rest[0], zip(shapes, now_shapes)
-    for i, (a, b) in enumerate(zip(then, now)):
-        if a is b is _TENSOR:
-            (old, *_), (new, *_) = next(pairs)
-            if old != new:
-                return f"the shape of {argument_at(structure, i)}", old, new
-        elif _TENSOR in (a, b):
-            return None
-        elif a != b:
-            changed = (pair for pair in zip(a[-1], b[-1]) if pair[0] != pair[1])  # in what a value has
-            then, now = next(changed, (a[1], b[1])) if a[:-1] == b[:-1] else (a[1], b[1])
-            return argument_at(structure, i), then, now
-    return None
-
-
-def argument_at(structure: Any, position: int) -> str:
-    """``"argument 1['labels']"``: where the leaf at a position is in arguments of this structure."""
-    if structure is None:
-        return f"argument {position}"
-    places, _ = tree_flatten_with_path(tree_unflatten(range(structure.num_leaves), structure))
-    return _PLACE.sub(r"argument \1\2", keystr(places[position][0]))
-
-
-def _name(leaf: Any, leaves: Sequence[Any], structure: Any) -> str:
-    return argument_at(structure, next(i for i, each in enumerate(leaves) if each is leaf))
 
 
 @dataclass(slots=True, eq=False)
@@ -397,7 +259,7 @@ class _Body:
                 watched,
             ):
                 result, arguments = self._batch.call(self._fn, self._buffers)
-                leaves, structure = tree_flatten(result)  # a dictionary may be a place that gets its value back
+                leaves, structure = tree_flatten(result, is_size)  # a dictionary may get its value back
         finally:
             self._calls.end()
         for each in self._calls.pending.values():  # on a GPU, its memory would be used again while it runs
@@ -723,13 +585,19 @@ class StepCapture:
         Args:
             versions: before the step, of the state's tensors and of the buffers that stand for the arguments.
         """
-        tensors = self.state.with_memory
+        state, tensors = self.state, self.state.with_memory
         has_changed = [version(tensor) != then for tensor, then in zip((*tensors, *buffers), versions)]
-        if any(has_changed[len(tensors) :]):
-            raise CaptureRefused("the step writes to an argument; clone it first")
+        names = [label for (label, _, _), value in zip(state.carried, state.carried_values()) for _ in value.tensors]
+        found = (None,) * len(self.batch.tensors)
+        for label in compress([*found, *names], has_changed[len(tensors) :]):
+            if label is None:
+                raise CaptureRefused("the step writes to an argument; clone it first")
+            fix, line = "make a new one, as in x = x + 1 for x += 1", state.line_of(f"{label} ")
+            problem = f"the step writes to the tensor that it finds in {label}{line}, and puts another there"
+            raise CaptureRefused(f"{problem}; {fix}")
         for line in (self.calls.written[at] for at in map(address_if_any, buffers) if at in self.calls.written):
             raise CaptureRefused(f"a collective writes to an argument of the step{line}; clone it first")
-        counters = {id(each.n_averaged) for each in self.state.averages}  # their versions say who else writes to them
+        counters = {id(each.n_averaged) for each in state.averages}  # their versions say who else writes to them
         return [each for each, changed in zip(tensors, has_changed) if changed and id(each) not in counters]
 
     def _refuse_what_python_did(self, outside: Mapping[str, Any]) -> None:

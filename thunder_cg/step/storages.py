@@ -49,13 +49,9 @@ def same_places(tensors: Sequence[Tensor], state: Sequence[Tensor]) -> dict[int,
 
 
 def _holders(get: Callable[[], UntypedStorage], at: int, backend: Backend) -> int:
-    """How many tensors have the memory, and what refers to the storage that ``get`` returns, but for graphs.
-
-    Nobody passes the storage on: on Python 3.10, each call has a reference to its arguments.
-    """
-    storage = get()
-    own = sum(each is storage for known in ReplacedStorages.all for each in known.originals)
-    return holders_of_storage(storage) - own - backend.storage_uses(at)  # its `storage_id`
+    """How many tensors have the memory, and what refers to the storage that ``get`` returns, but for graphs."""
+    own = sum(each is get() for known in ReplacedStorages.all for each in known.originals)
+    return holders_of_storage(get) - own - backend.storage_uses(at)  # its `storage_id`
 
 
 class ReplacedStorages:

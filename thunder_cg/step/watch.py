@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import starmap
 from operator import is_
 from typing import Any, NamedTuple
 
 from thunder_cg.compat.guards import attribute_guard, attribute_writes_are_reported, dictionary_guard
 from thunder_cg.step.attributes import own_attributes
-from thunder_cg.step.facts import Facts, is_equal
+from thunder_cg.step.facts import Facts, fact_of, is_equal
 from thunder_cg.step.places import plain_copy
 from thunder_cg.step.reads import MISSING
 
@@ -70,7 +69,7 @@ class Watch:
     def container(self, value: Any, besides: Sequence[int] = ()) -> None:
         """What is in a list, a deque or a set, but for what a list has at some positions."""
         if isinstance(value, set):
-            self.value(partial(plain_copy, value))
+            self.value(lambda: [*map(fact_of, plain_copy(value))])
         elif isinstance(value, (list, deque)):
             self._lists.append((value, {i: each for i, each in enumerate(value) if i not in besides}, len(value)))
 

@@ -1,0 +1,207 @@
+"""The arguments of one call of a step: how they are nested, and what tells them from those of another call.
+
+A graph is for batches of one layout. Tensors are copied in, and all else of the arguments is baked in: numbers, keys of
+dictionaries, classes. Equal values may differ, as 1 and True do, so facts of them are compared.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import is_
+from typing import Any
+
+from torch import Tensor
+
+from thunder_cg.compat.tensors import (
+    has_storage,
+    is_size,
+    is_zero_tensor,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_unflatten,
+)
+from thunder_cg.errors import CaptureRefused
+from thunder_cg.runtime.tensors import layout, same_tensors
+from thunder_cg.step.collector import facts_of
+from thunder_cg.step.facts import ATOMS, fact_of
+from thunder_cg.step.fixes import fix_of_argument
+from thunder_cg.step.gradients import place_of
+from thunder_cg.step.reads import may_change
+
+_PLACE = re.compile(r"\[[01]\]\[(?:(\d+)|'(\w+)')\]")  # the beginning of a path to a leaf of args and kwargs
+_TENSOR = object()
+_PLAIN = {tuple, list, dict}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The arguments of one call: tensors on the device of the graphs, and the rest."""
+
+    tensors: list[Tensor]
+    same: dict[int, int]  # positions of tensors that are the same one as an earlier one, and its position
+    constants: tuple[Any, ...]  # the fact of each leaf, and those of what it has; `_TENSOR` for a tensor
+    structure: _Structure
+    leaves: list[Any]
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str) -> Batch:
+        """Raises `CaptureRefused` for an argument that no graph can have."""
+        if not kwargs and all(type(each) is Tensor for each in args):
+            leaves, tree = [*args], None  # which takes a third of the time
+        else:
+            leaves, tree = _flattened((args, kwargs))
+        structure = _Structure(tree)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        for tensor in tensors:
+            if tensor.device.type != device_type:
+                name = _name(tensor, leaves, structure)
+                problem = f"{name} is on {tensor.device}, and the step's graph on {device_type}"
+                raise CaptureRefused(f"{problem}; move the batch to the device before the call")
+            has_memory = has_storage(tensor) and not is_zero_tensor(tensor)
+            has_gradient = tensor.requires_grad or tensor.grad is not None
+            if type(tensor) is not Tensor or has_gradient or tensor.is_nested or not has_memory:
+                kind = "tensor that has a gradient" if has_gradient else type(tensor).__name__
+                kind = "tensor that requires grad" if tensor.requires_grad else kind
+                kind = "nested tensor" if tensor.is_nested else kind
+                fix = "pass it detached, or have the step read it from outside"
+                name = _name(tensor, leaves, structure)
+                raise CaptureRefused(f"{name} is a {kind}, not a plain tensor of a batch; {fix}")
+            if attributes := vars(tensor):
+                problem = f"{_name(tensor, leaves, structure)} has the attribute {next(iter(attributes))}"
+                fix = "pass its value as an argument, and the tensor as x.detach()"
+                raise CaptureRefused(f"{problem}, which a graph would have baked in; {fix}")
+        for leaf in leaves:
+            if not isinstance(leaf, (Tensor, *ATOMS)):
+                name = _name(leaf, leaves, structure)
+                raise CaptureRefused(f"{name} is a {type(leaf).__name__}; {fix_of_argument(leaf)}")
+        constants = tuple(_TENSOR if isinstance(leaf, Tensor) else _fact_of(leaf) for leaf in leaves)
+        return cls(tensors, same_tensors(tensors), constants, structure, [*leaves])
+
+    @property
+    def layout(self) -> Any:
+        """What has to be equal for two batches to be laid out alike."""
+        return tuple(map(layout, self.tensors)), self.constants, (self.structure, *self.same.items())
+
+    def call(self, fn: Callable[..., Any], tensors: Iterable[Tensor]) -> tuple[Any, Any]:
+        """Calls ``fn`` with other tensors in the places of the batch's; returns the result and the arguments.
+
+        `CaptureRefused` if it changes an argument: a replay would change nothing of the arguments.
+        """
+        found = iter(tensors)
+        leaves = [next(found) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        places = [*map(place_of, given)]
+        tree = self.structure.tree
+        args, kwargs = (leaves, {}) if tree is None else tree_unflatten(leaves, tree)
+        result = fn(*args, **kwargs)
+        for tensor, before in zip(given, places):
+            if tensor.requires_grad or vars(tensor) or place_of(tensor) != before:
+                fix = "take another tensor of its content, as in x = x.detach().requires_grad_()"
+                raise CaptureRefused(f"the step changes {_name(tensor, leaves, self.structure)}; {fix}")
+        if tree is not None:
+            left, tree = tree_flatten((args, kwargs), is_size)
+            if _Structure(tree) != self.structure or not all(map(is_, left, leaves)):
+                fix = "copy it first, as in batch = dict(batch)"
+                raise CaptureRefused(f"the step changes a dictionary or a list among its arguments; {fix}")
+        return result, (args, kwargs)
+
+
+def _fact_of(value: Any) -> tuple[Any, tuple[Any, ...]]:
+    """That of a plain value, and those of what a value of a class of the user's has, and the class itself."""
+    return fact_of(value), () if type(value) in ATOMS else facts_of(value)
+
+
+class _Structure:
+    """How arguments are nested. Equal for the same keys of dictionaries, as 1 and True are not, and the same classes.
+
+    Attributes:
+        tree: as PyTorch has it; None if each argument is a tensor.
+    """
+
+    __slots__ = ("facts", "tree")
+
+    def __init__(self, tree: Any) -> None:
+        self.tree, self.facts = tree, None if tree is None else [*_facts_of_tree(tree)]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Structure) and self.facts == other.facts
+
+    def __hash__(self) -> int:
+        return hash(self.tree and self.tree.num_nodes)
+
+
+def _facts_of_tree(tree: Any) -> Iterator[Any]:
+    if tree.type is None:  # a leaf
+        yield None
+        return
+    yield tree.type
+    yield _facts_of_key(tree.context)
+    if tree.type not in _PLAIN:  # others may have methods, which read what their classes define
+        yield [facts_of(each) for each in (tree.type, tree.context) if isinstance(each, type) and may_change(each)]
+    for each in tree.children():
+        yield from _facts_of_tree(each)
+
+
+def _facts_of_key(key: Any) -> Any:
+    if type(key) is str or key is None:
+        return key
+    if isinstance(key, (tuple, list, frozenset)):
+        return type(key), *map(_facts_of_key, key)
+    return _fact_of(key) if isinstance(key, (*ATOMS, type)) else (type(key), key, repr(key))
+
+
+def _flattened(arguments: Any) -> tuple[list[Any], Any]:
+    """The leaves, and PyTorch's tree of the rest.
+
+    `CaptureRefused` for a list or a dictionary that is there twice, since the step is captured with two of it.
+    """
+    seen: set[int] = set()
+
+    def is_leaf(node: Any) -> bool:
+        if isinstance(node, (dict, list, deque)):
+            if id(node) in seen:
+                problem = f"a {type(node).__name__} is twice among the arguments"
+                raise CaptureRefused(f"{problem}; pass a copy of it, as by copy.copy(batch)")
+            seen.add(id(node))
+        return is_size(node)
+
+    return tree_flatten(arguments, is_leaf)
+
+
+def changed_argument(before: Any, after: Any) -> tuple[str, Any, Any] | None:
+    """The first argument that differs in two layouts of batches that are alike in all else.
+
+    Its name, and its values before and after: "argument 0"; or, of a tensor, "the shape of argument 0", and the shapes.
+    """
+    (shapes, then, *rest), (now_shapes, now, *now_rest) = before, after
+    if rest != now_rest:
+        return None
+    (structure, *_), pairs = rest[0], zip(shapes, now_shapes)
+    for i, (a, b) in enumerate(zip(then, now)):
+        if a is b is _TENSOR:
+            (old, *_), (new, *_) = next(pairs)
+            if old != new:
+                return f"the shape of {argument_at(structure, i)}", old, new
+        elif _TENSOR in (a, b):
+            return None
+        elif a != b:
+            changed = (pair for pair in zip(a[1], b[1]) if pair[0] != pair[1])  # in what a value has
+            then, now = next(changed, (a[0], b[0])) if a[0] == b[0] else (a[0], b[0])
+            return argument_at(structure, i), then, now
+    return None
+
+
+def argument_at(structure: _Structure, position: int) -> str:
+    """``"argument 1['labels']"``: where the leaf at a position is in arguments of this structure."""
+    if (tree := structure.tree) is None:
+        return f"argument {position}"
+    places, _ = tree_flatten_with_path(tree_unflatten(range(tree.num_leaves), tree))
+    return _PLACE.sub(r"argument \1\2", keystr(places[position][0]))
+
+
+def _name(leaf: Any, leaves: Sequence[Any], structure: Any) -> str:
+    return argument_at(structure, next(i for i, each in enumerate(leaves) if each is leaf))
