@@ -7,6 +7,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import thunder
 import torch
@@ -365,9 +366,11 @@ def test_stochastic_depth(backend, device):
     [
         lambda x: x * torch.empty_like(x).uniform_(0.9, 1.1),
         lambda x: x + torch.zeros(x.shape[1], device=x.device).normal_(0.0, 0.1),
+        lambda x: x + torch.empty_like(x).normal_(mean=0.0, std=0.1),
         lambda x: x + x.new_empty(x.shape).exponential_().log(),
+        lambda x: x * x.new_empty(8).uniform_(-np.log(2.0), np.log(2.0)).exp(),
     ],
-    ids=["uniform", "normal", "exponential"],
+    ids=["uniform", "normal", "named", "exponential", "numbers of NumPy's"],
 )
 def test_noise(backend, device, draw):
     """As routers of experts have it."""

@@ -219,8 +219,8 @@ def normalize() -> Callable[..., Any]:
 def drawn(method: str) -> Callable[..., Any]:
     """``x.uniform_(0, 1)`` of a tensor that nothing else sees, in a new one. It has no gradient."""
 
-    def draw(like: torch.Tensor, *numbers: float) -> torch.Tensor:
-        result: torch.Tensor = getattr(torch.empty_like(like), method)(*numbers)
+    def draw(like: torch.Tensor, *numbers: float, **named: float) -> torch.Tensor:
+        result: torch.Tensor = getattr(torch.empty_like(like), method)(*numbers, **named)
         return result
 
     return _symbol(method.removesuffix("_"), draw, differentiable=False)
