@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 import torch
 import torch.nn.functional as F
-from support import same
+from support import regions, same
 from torch import nn
 
 from thunder_cg import explain, thunderfx
@@ -188,6 +188,20 @@ def test_draws(backend, device):
         masks.append(y.detach() != 0)
         torch.testing.assert_close(w.grad, torch.where(masks[-1], 2 * torch.cos(torch.full_like(w, 2)), 0))
     assert not explain(graphed).outside and len({str(mask.tolist()) for mask in masks}) == len(masks)
+
+
+def test_the_backward_reads_a_conjugate():
+    """That is a view of what the forward returned, which strides alone do not make; nor those of complex numbers."""
+
+    def fn(x, w):
+        return torch.view_as_real(torch.exp(torch.view_as_complex((x @ w).view(4, 4, 2))))
+
+    graphed = thunderfx(fn, backend="tape", dynamic=False)
+    for _ in range(4):
+        x, w = torch.randn(4, 8), torch.randn(8, 8)
+        for found, expected in zip(_results(graphed, x, w), _results(fn, x, w)):
+            torch.testing.assert_close(found, expected)
+    assert not explain(graphed).outside and all(region["replays"] for region in regions(graphed))
 
 
 def test_a_backward_twice():
