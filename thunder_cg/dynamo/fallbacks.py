@@ -162,7 +162,7 @@ def _objection_to_node(node: Node, options: dict[str, Any]) -> str | None:
         same = "x[..., torch.arange(n)[:, None] * step + torch.arange(size)] is x.unfold(-1, size, step)"
         return f"{problem}; {same}"
     if node.target is GET_DATA:
-        problem = "is read and written, or returned, and Thunder does not trace it"
+        problem = "is written or returned, or beside a 0-dim tensor on the CPU, and Thunder does not trace it"
         return f"{problem}; take x.detach() for x.data, and write to x under torch.no_grad()"
     if node.target is F.embedding and argument(node, 3, "max_norm") is not None:
         fix = "leave it out, and write before the call: weight.data.copy_(weight.renorm(2, 0, max_norm))"
