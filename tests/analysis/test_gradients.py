@@ -176,7 +176,9 @@ def is_right(fn, graphed):
 def test_a_wrong_gradient_is_warned_of(name):
     fn, problem = WRONG[name]
     graphed = thunder.jit(fn, transforms=[cudagraph_transform(backend="tape")])
-    with pytest.warns(WrongGradientWarning, match=rf"at test_gradients.py:\d+ {problem}.*; (write|give|compile|do|return)"):
+    with pytest.warns(
+        WrongGradientWarning, match=rf"at test_gradients.py:\d+ {problem}.*; (write|give|compile|do|return)"
+    ):
         right = is_right(fn, graphed)
     assert not right, "Thunder's gradient has become right: the warning can go"
 

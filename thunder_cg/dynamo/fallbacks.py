@@ -90,9 +90,18 @@ def objections(module: GraphModule, options: dict[str, Any]) -> Callable[[Node],
         if node.graph in checkpointed and node.target is torch.ops.higher_order.autograd_function_apply:
             problem = "is a torch.autograd.Function in a checkpointed function, and Thunder traces others only"
             return f"{problem}; call it outside of the checkpointed function"
-        return of_graph[node.graph](node)
+        return next((found for each in _with_results(node) if (found := of_graph[node.graph](each)) is not None), None)
 
     return objection
+
+
+def _with_results(node: Node) -> Iterator[Node]:
+    """The node, and with one that returns several tensors those that take them apart: a piece returns tensors alone."""
+    yield node
+    maker: Any = node.args[0] if node.target is operator.getitem else node
+    if isinstance(maker, Node) and isinstance(example(maker), (list, tuple)):
+        yield maker
+        yield from (user for user in maker.users if user.target is operator.getitem)
 
 
 def _objections(graph: Graph, options: dict[str, Any]) -> Callable[[Node], str | None]:
