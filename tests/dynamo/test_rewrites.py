@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -285,8 +286,19 @@ def test_results_without_a_gradient_of_what_has_one(backend, device, fn):
         lambda y: y.unfold(1, 4, 2).sin().sum(-1),
         lambda y: torch.sin(y).masked_scatter(y[:, :1] > 0, y[:, [1, 0, 3, 2, 5, 4, 7, 6]] * 2).exp(),
         lambda y: torch.fft.fft(y).real * y.real + torch.imag(torch.fft.rfft2(y))[:, :1],
+        lambda y: math.prod(y.split(4, 1)) * 2,
     ),
-    ids=["all", "where", "lists", "full_like", "as_strided", "unfold", "masked_scatter", "parts of complex numbers"],
+    ids=[
+        "all",
+        "where",
+        "lists",
+        "full_like",
+        "as_strided",
+        "unfold",
+        "masked_scatter",
+        "parts of complex numbers",
+        "prod",
+    ],
 )
 def test_what_thunder_reads_or_lays_out_otherwise(backend, device, fn):
     model = Around(fn).to(device)

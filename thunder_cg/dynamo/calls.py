@@ -17,7 +17,7 @@ from thunder_cg.compat.splitter import is_for_splitter
 from thunder_cg.dynamo import operators
 from thunder_cg.dynamo.fallbacks import has_another_derivative, returns_cpu_scalar
 from thunder_cg.dynamo.layouts import fixed_stride, layout_counts
-from thunder_cg.dynamo.nodes import arguments, call_instead
+from thunder_cg.dynamo.nodes import arguments, call_before, call_instead, result_of
 from thunder_cg.dynamo.writes import requires_grad, shares_memory, written_by
 
 # Names of arguments that Thunder's operators do not have: PyTorch's own, and those of NumPy, which PyTorch takes, too.
@@ -105,6 +105,16 @@ def pass_each_operand(node: Node) -> None:
     equation, *operands = node.args
     if isinstance(equation, str) and len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         node.args = (equation, *operands[0])
+
+
+def multiply_one_by_one(node: Node) -> None:
+    """``math.prod((x, y))`` is ``1 * x * y``: Thunder's symbol of that name takes numbers alone."""
+    factors, product = node.args[0], node.kwargs.get("start", 1)
+    if isinstance(factors, (list, tuple)) and isinstance(example(node), torch.Tensor):
+        for factor in factors[:-1]:
+            args = (product, factor)
+            product = call_before(node, operator.mul, args, result=result_of(operator.mul, args))
+        call_instead(node, operator.mul, product, factors[-1])
 
 
 def count_padding_from_start(node: Node) -> None:

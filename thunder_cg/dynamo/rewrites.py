@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +40,7 @@ _CALLS: dict[Any, Callable[[Node], None]] = {
     **dict.fromkeys(constants.OF_NUMBERS, constants.name_function_of_numbers),
     **dict.fromkeys((torch.as_tensor, torch.tensor), constants.make_tensor),
     **dict.fromkeys(("norm", torch.norm), calls.name_vector_norm),
+    math.prod: calls.multiply_one_by_one,
     operator.getitem: constants.write_index,
     torch.cat: calls.drop_empty_parts,
     **dict.fromkeys((torch.broadcast_shapes, torch.cuda.get_device_capability), _drop_unused),
