@@ -210,6 +210,20 @@ def test_outputs_returned_twice(twins, device):
             same(torch.autograd.grad(again.sum(), w)[0], 2 * once)
 
 
+def test_arguments_of_two_storages(twins, device):
+    """Each storage has a check of its own of how the arguments lie in it."""
+
+    def fn(a, b, c, d):
+        a.add_(1)
+        return (a * b).sin() + (c * d).sum()
+
+    _, graphed = twins(fn)  # Thunder alone takes `b` for `a`
+    for _ in range(4):
+        x, y = torch.randn(2, 8, device=device), torch.randn(4, 3, device=device)
+        expected = fn(*x.clone(), *y[::3].clone())
+        torch.testing.assert_close(graphed(*x, *y[::3]), expected)
+
+
 def test_views_of_inputs(twins, device):
     plain, graphed = twins(lambda x: (work(x) + x.sum(), x.view(-1), x.t(), x[:, 1:]))
     for _ in range(CALLS):

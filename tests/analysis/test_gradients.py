@@ -42,6 +42,18 @@ def items_seen_by_a_view(x, z):
     return view * 2
 
 
+def returned_by_both_names(x, z):
+    y = torch.sin(x)
+    product = y.mul_(2.0)
+    return product, y
+
+
+def returned_twice(x, z):
+    y = torch.sin(x)
+    y.mul_(2.0)
+    return y, y.t(), y
+
+
 def into_zeros(x, z):
     y = torch.zeros(3, 4)
     y[:, :2].copy_(z)
@@ -76,6 +88,7 @@ WRONG = {
     "view, mul": (after_sin(lambda y, x, z: y.view(-1).mul_(2.0)), LOST),
     "older view": (through_an_older_view, LOST),
     "items, older view": (items_seen_by_a_view, LOST),
+    "returned by both names": (returned_by_both_names, "writes in place to what is returned twice"),
     "into zeros": (into_zeros, LOST),
     "into slices": (into_slices, LOST),
     "no_grad": (after_sin(add_without_gradients), WITHOUT_GRAD),
@@ -121,6 +134,7 @@ RIGHT = {
     "relu": after_sin(lambda y, x, z: y.relu_()),
     "exp": after_sin(lambda y, x, z: y.exp_()),
     "add and mul": after_sin(lambda y, x, z: y.add_(1).mul_(2)),
+    "returned twice": returned_twice,
     "masked_fill": after_sin(lambda y, x, z: y.masked_fill_(x > 0, 0.0)),
     "items": after_sin(lambda y, x, z: y.__setitem__((slice(None), slice(2)), z)),
     "no_grad": after_sin(without_gradients, lambda y: y + 1),
@@ -140,7 +154,9 @@ RIGHT = {
 
 def gradients(fn, args):
     args = [arg.detach().requires_grad_() for arg in args]
-    return torch.autograd.grad(fn(*args).sum(), args, allow_unused=True)
+    results = fn(*args)
+    results = results if isinstance(results, tuple) else (results,)
+    return torch.autograd.grad(sum(each.sum() for each in results), args, allow_unused=True)
 
 
 def is_right(fn, graphed):
@@ -160,7 +176,9 @@ def is_right(fn, graphed):
 def test_a_wrong_gradient_is_warned_of(name):
     fn, problem = WRONG[name]
     graphed = thunder.jit(fn, transforms=[cudagraph_transform(backend="tape")])
-    with pytest.warns(WrongGradientWarning, match=rf"at test_gradients.py:\d+ {problem}.*; (write|give|compile|do)"):
+    with pytest.warns(
+        WrongGradientWarning, match=rf"at test_gradients.py:\d+ {problem}.*; (write|give|compile|do|return)"
+    ):
         right = is_right(fn, graphed)
     assert not right, "Thunder's gradient has become right: the warning can go"
 

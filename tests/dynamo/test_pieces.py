@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 import torch
 import torch.nn.functional as F
-from support import same
+from support import regions, same
 from torch import nn
 
 from thunder_cg import explain, thunderfx
@@ -191,6 +191,26 @@ def test_draws(backend, device):
         masks.append(y.detach() != 0)
         torch.testing.assert_close(w.grad, torch.where(masks[-1], 2 * torch.cos(torch.full_like(w, 2)), 0))
     assert not explain(graphed).outside and len({str(mask.tolist()) for mask in masks}) == len(masks)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        # The backward reads the conjugate of what the forward returned: a view, which strides alone do not make.
+        lambda x, w: torch.view_as_real(torch.exp(torch.view_as_complex((x @ w).view(4, 4, 2)))),
+        # Inductor gets what takes the result of `split` apart, and so `split`.
+        lambda x, w: torch.view_as_real(torch.mul(*torch.fft.fft(x @ w).split(4, -1))),
+    ],
+    ids=["a conjugate", "parts"],
+)
+def test_complex_numbers(fn):
+    graphed = thunderfx(fn, backend="tape", dynamic=False)
+    for _ in range(4):
+        x, w = torch.randn(4, 8), torch.randn(8, 8)
+        for found, expected in zip(_results(graphed, x, w), _results(fn, x, w)):
+            torch.testing.assert_close(found, expected)
+    assert all(region["replays"] for region in regions(graphed))
+    assert {part.operator for part in explain(graphed).outside} <= {"split"}
 
 
 def test_a_backward_twice():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import thunder
 import torch
@@ -283,8 +285,20 @@ def test_results_without_a_gradient_of_what_has_one(backend, device, fn):
         lambda y: y.t().masked_fill(y.t() > 1, 0.0).as_strided((8, 2), (4, 1)),
         lambda y: y.unfold(1, 4, 2).sin().sum(-1),
         lambda y: torch.sin(y).masked_scatter(y[:, :1] > 0, y[:, [1, 0, 3, 2, 5, 4, 7, 6]] * 2).exp(),
+        lambda y: torch.fft.fft(y).real * y.real + torch.imag(torch.fft.rfft2(y))[:, :1],
+        lambda y: math.prod(y.split(4, 1)) * 2,
     ),
-    ids=["all", "where", "lists", "full_like", "as_strided", "unfold", "masked_scatter"],
+    ids=[
+        "all",
+        "where",
+        "lists",
+        "full_like",
+        "as_strided",
+        "unfold",
+        "masked_scatter",
+        "parts of complex numbers",
+        "prod",
+    ],
 )
 def test_what_thunder_reads_or_lays_out_otherwise(backend, device, fn):
     model = Around(fn).to(device)
@@ -365,9 +379,11 @@ def test_stochastic_depth(backend, device):
     [
         lambda x: x * torch.empty_like(x).uniform_(0.9, 1.1),
         lambda x: x + torch.zeros(x.shape[1], device=x.device).normal_(0.0, 0.1),
+        lambda x: x + torch.empty_like(x).normal_(mean=0.0, std=0.1),
         lambda x: x + x.new_empty(x.shape).exponential_().log(),
+        lambda x: x * x.new_empty(8).uniform_(-np.log(2.0), np.log(2.0)).exp(),
     ],
-    ids=["uniform", "normal", "exponential"],
+    ids=["uniform", "normal", "named", "exponential", "numbers of NumPy's"],
 )
 def test_noise(backend, device, draw):
     """As routers of experts have it."""

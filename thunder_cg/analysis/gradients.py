@@ -5,8 +5,10 @@ Note [Gradients of writes in place]
     lost. What the copy overwrites may be saved for the backward, which then reads the new values. And a tensor that
     shares memory with the one that is written keeps the gradient that it had before the write. PyTorch handles or
     refuses both. They are found in traces: the first in the forward trace that runs, the second in the trace before
-    Thunder differentiates it. A write under ``no_grad``, such as a clamp of weights, makes a tensor without a gradient
-    of one that has one. PyTorch goes on with the gradient of the one.
+    Thunder differentiates it. There, a tensor that is returned by the names that it had before and after a write is
+    returned twice, and autograd knows the last of both, while Thunder's backward takes the gradient of the first. A
+    write under ``no_grad``, such as a clamp of weights, makes a tensor without a gradient of one that has one. PyTorch
+    goes on with the gradient of the one.
 
 Note [Gradients of CPU scalars]
     Thunder takes a 0-dim tensor on the CPU for a number: it combines the tensor with larger ones without a broadcast,
@@ -23,6 +25,7 @@ Note [Other derivatives]
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -65,6 +68,10 @@ _BY_THUNDERFX = ", or compile with thunder_cg.thunderfx, which corrects or refus
 _INSTEAD = f"write out of place{_BY_THUNDERFX}"
 _OVERWRITTEN = f"overwrites in place what the backward needs; {_INSTEAD}"
 _LOST = f"writes in place to memory that another tensor shares, whose gradient does not see it; {_INSTEAD}"
+_TWICE = (
+    "writes in place to what is returned twice, by both of its names, and Thunder loses one of the gradients; "
+    f"return it once{_BY_THUNDERFX}"
+)
 _UNDER_NO_GRAD = "writes in place under no_grad"
 _WITHOUT_GRAD = (
     f"{_UNDER_NO_GRAD} to what has a gradient, and Thunder loses that gradient; do it outside of what is compiled"
@@ -211,6 +218,10 @@ def lost_or_unsummed(ops: Ops, aliasing: Aliasing) -> tuple[WrongGradient, ...]:
                 continue
         read = names_in(returned(op)) if op.bookkeeping else op.inputs
         found += [stale[name] for name in read if name in stale]
+        counts = Counter(name for leaf in returned(op) for name in names_in([leaf]) if name in tracked)
+        if twice := {name for name, count in counts.items() if count > 1}:
+            makers = (each for each in ops.ops if not each.bookkeeping and not twice.isdisjoint(each.outputs))
+            found += [_named(each, ops, _TWICE) for each in makers]
         if (op.id or "").endswith(WITHOUT_GRADIENT):
             raise CollectiveError(f"{op.name.rsplit('.', 1)[-1]} {ops.place(op)}", *LOST_GRADIENT)
         if not op.bookkeeping and _has_another_gradient(op, ops, tracked):

@@ -151,19 +151,26 @@ def keeping_fallbacks(
         patch.object(utils, "try_execute_thunder_symbol", try_once),
         patch.object(utils, "is_node_supported_by_thunder", is_kept),
         patch.multiple(splitter, is_node_supported_by_thunder=is_kept, split_module=split_balanced),
-        patch.object(splitter, "translate_dtensor_ops", partial(_translate_dtensors, splitter.translate_dtensor_ops)),
+        patch.multiple(splitter, make_fake_arguments=fake_arguments, translate_dtensor_ops=_translate_dtensors),
         patch.object(torch._inductor, "compile", around_inductor(torch._inductor.compile)),
     ):
         yield
 
 
-def _translate_dtensors(translate: Callable[[GraphModule], None], module: GraphModule) -> None:
+def _translate_dtensors(module: GraphModule) -> None:
     if not trains_on_dtensors(module.graph):  # else Inductor gets what makes DTensors, as Dynamo has written it
-        translate(module)
+        utils.translate_dtensor_ops(module)
 
 
 def fake_arguments(module: GraphModule) -> list[FakeTensor]:
-    """Fake tensors for the inputs of a piece of a graph of Dynamo's."""
+    """Fake tensors for the inputs of a piece of a graph of Dynamo's.
+
+    PyTorch (2.11) makes none of a view of real numbers as complex ones, so such a view is taken for a copy.
+    """
+    for node in module.graph.find_nodes(op="placeholder"):
+        value = example(node)
+        if isinstance(value, torch.Tensor) and value.is_complex():
+            node.meta["example_value"] = value.detach().clone().requires_grad_(value.requires_grad)
     return utils.make_fake_arguments(module) or []
 
 

@@ -15,9 +15,9 @@ from thunder_cg.compat.fx import example, numpy_name, operator_name
 from thunder_cg.compat.operators import parameters_of
 from thunder_cg.compat.splitter import is_for_splitter
 from thunder_cg.dynamo import operators
-from thunder_cg.dynamo.fallbacks import returns_cpu_scalar
+from thunder_cg.dynamo.fallbacks import has_another_derivative, returns_cpu_scalar
 from thunder_cg.dynamo.layouts import fixed_stride, layout_counts
-from thunder_cg.dynamo.nodes import arguments, call_instead
+from thunder_cg.dynamo.nodes import arguments, call_before, call_instead, result_of
 from thunder_cg.dynamo.writes import requires_grad, shares_memory, written_by
 
 # Names of arguments that Thunder's operators do not have: PyTorch's own, and those of NumPy, which PyTorch takes, too.
@@ -34,6 +34,8 @@ def name_as_thunder_does(node: Node) -> None:
         node.target = "expand"
     elif node.target is getattr and node.args[1] in ("H", "mH") and not example(node).is_complex():
         node.args = (node.args[0], str(node.args[1]).replace("H", "T"))
+    elif node.target is getattr and node.args[1] in ("imag", "real"):
+        call_instead(node, getattr(torch, str(node.args[1])), node.args[0])
     elif operator_name(node) == "nan_to_num" and len(node.args) == 1 and "out" not in node.kwargs:
         node.args = (*node.args, *map(node.kwargs.get, ("nan", "posinf", "neginf")))
         node.kwargs = {}
@@ -105,6 +107,16 @@ def pass_each_operand(node: Node) -> None:
         node.args = (equation, *operands[0])
 
 
+def multiply_one_by_one(node: Node) -> None:
+    """``math.prod((x, y))`` is ``1 * x * y``: Thunder's symbol of that name takes numbers alone."""
+    factors, product = node.args[0], node.kwargs.get("start", 1)
+    if isinstance(factors, (list, tuple)) and isinstance(example(node), torch.Tensor):
+        for factor in factors[:-1]:
+            args = (product, factor)
+            product = call_before(node, operator.mul, args, result=result_of(operator.mul, args))
+        call_instead(node, operator.mul, product, factors[-1])
+
+
 def count_padding_from_start(node: Node) -> None:
     """Thunder does not count a negative ``padding_idx`` from the end, so that row would get a gradient."""
     given = arguments(node, *inspect.signature(F.embedding).parameters)
@@ -131,8 +143,18 @@ def scatter_without_waiting(node: Node) -> None:
 
 def unfold_to_new_memory(node: Node) -> None:
     """Thunder takes the method for the function of that name."""
-    if not shares_memory([example(written_by(each)) for each in node.graph.nodes], example(node)):
+    if not _is_written(node):
         call_instead(node, operators.unfold(), *node.args, **node.kwargs)
+
+
+def take_part_to_new_memory(node: Node) -> None:
+    """``torch.real(x)``, where it has a gradient and ``x`` is complex."""
+    if has_another_derivative(node) and requires_grad(example(node)) and not _is_written(node):
+        call_instead(node, operators.part_of_complex(operator_name(node)), *node.args)
+
+
+def _is_written(node: Node) -> bool:
+    return shares_memory([example(written_by(each)) for each in node.graph.nodes], example(node))
 
 
 def reshape_what_thunder_lays_out(node: Node) -> None:

@@ -25,6 +25,7 @@ from thunder_cg.compat.fx import (
 )
 from thunder_cg.compat.splitter import for_splitter
 from thunder_cg.compat.tensors import tree_leaves
+from thunder_cg.dynamo.in_place import DRAWS
 from thunder_cg.dynamo.nodes import call_before, call_instead, is_number, replace, result_of
 from thunder_cg.dynamo.writes import shares_memory, written_by
 
@@ -180,7 +181,7 @@ def write_constants(graph: Graph, transformed: frozenset[str]) -> None:
 
 def _takes_number(user: Node, constant: Node, number: Any) -> bool:
     """Whether an operator computes the same with a number in the place of a 0-dim tensor."""
-    if user.op == "call_method" and user.target in _TAKE_SIZES:
+    if user.op == "call_method" and user.target in _TAKE_SIZES | DRAWS:
         return user.args[0] is not constant
     if operator_name(user) in ("clamp", "clip"):
         return any(isinstance(bound, (int, float)) for bound in (*user.args[1:], *user.kwargs.values()))

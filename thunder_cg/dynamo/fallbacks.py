@@ -90,9 +90,18 @@ def objections(module: GraphModule, options: dict[str, Any]) -> Callable[[Node],
         if node.graph in checkpointed and node.target is torch.ops.higher_order.autograd_function_apply:
             problem = "is a torch.autograd.Function in a checkpointed function, and Thunder traces others only"
             return f"{problem}; call it outside of the checkpointed function"
-        return of_graph[node.graph](node)
+        return next((found for each in _with_results(node) if (found := of_graph[node.graph](each)) is not None), None)
 
     return objection
+
+
+def _with_results(node: Node) -> Iterator[Node]:
+    """The node, and with one that returns several tensors those that take them apart: a piece returns tensors alone."""
+    yield node
+    maker: Any = node.args[0] if node.target is operator.getitem else node
+    if isinstance(maker, Node) and isinstance(example(maker), (list, tuple)):
+        yield maker
+        yield from (user for user in maker.users if user.target is operator.getitem)
 
 
 def _objections(graph: Graph, options: dict[str, Any]) -> Callable[[Node], str | None]:
@@ -162,7 +171,7 @@ def _objection_to_node(node: Node, options: dict[str, Any]) -> str | None:
         same = "x[..., torch.arange(n)[:, None] * step + torch.arange(size)] is x.unfold(-1, size, step)"
         return f"{problem}; {same}"
     if node.target is GET_DATA:
-        problem = "is read and written, or returned, and Thunder does not trace it"
+        problem = "is written or returned, or beside a 0-dim tensor on the CPU, and Thunder does not trace it"
         return f"{problem}; take x.detach() for x.data, and write to x under torch.no_grad()"
     if node.target is F.embedding and argument(node, 3, "max_norm") is not None:
         fix = "leave it out, and write before the call: weight.data.copy_(weight.renorm(2, 0, max_norm))"

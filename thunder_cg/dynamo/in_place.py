@@ -176,11 +176,11 @@ def _copy_what_is_written(node: Node, options: dict[str, Any]) -> None:
 
 def draw_out_of_place(node: Node) -> None:
     """``x.new_empty(...).bernoulli_(p)``, as stochastic depth has it, draws into a tensor that nothing else sees."""
-    tensor, *numbers = node.args
-    if not isinstance(tensor, Node) or [*tensor.users] != [node] or node.kwargs:
+    tensor, *numbers = *node.args, *node.kwargs.values()
+    if not isinstance(tensor, Node) or [*tensor.users] != [node]:
         return
     if tensor.target in _MAKE_NEW and all(isinstance(number, (int, float)) for number in numbers):
-        call_instead(node, operators.drawn(str(node.target)), *node.args)
+        call_instead(node, operators.drawn(str(node.target)), *node.args, **node.kwargs)
 
 
 def _fits(number: Any, tensor: torch.Tensor) -> bool:

@@ -210,6 +210,17 @@ def unfold() -> Callable[..., Any]:
 
 
 @cache
+def part_of_complex(name: str) -> Callable[..., Any]:
+    """``x.real`` or ``x.imag`` of complex numbers, in new memory. Thunder's own gradients of both are wrong."""
+
+    def part(tensor: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = getattr(tensor, name)
+        return result.clone()
+
+    return _symbol(f"{name}_copy", part)
+
+
+@cache
 def normalize() -> Callable[..., Any]:
     """``F.normalize`` with PyTorch's bits, where nothing wants a gradient."""
     return _symbol("normalize", F.normalize, differentiable=False)
@@ -219,8 +230,8 @@ def normalize() -> Callable[..., Any]:
 def drawn(method: str) -> Callable[..., Any]:
     """``x.uniform_(0, 1)`` of a tensor that nothing else sees, in a new one. It has no gradient."""
 
-    def draw(like: torch.Tensor, *numbers: float) -> torch.Tensor:
-        result: torch.Tensor = getattr(torch.empty_like(like), method)(*numbers)
+    def draw(like: torch.Tensor, *numbers: float, **named: float) -> torch.Tensor:
+        result: torch.Tensor = getattr(torch.empty_like(like), method)(*numbers, **named)
         return result
 
     return _symbol(method.removesuffix("_"), draw, differentiable=False)

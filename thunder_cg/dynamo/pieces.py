@@ -249,7 +249,7 @@ def _in_trace(forward: OneWay, backward: OneWay | None, with_gradient: Sequence[
     saved: list[tuple[int, Any]] = []  # where the backward finds each, and what it has the memory of
     returned = [*range(results)]
     for i, value in enumerate(for_backward, results):
-        base = next((j for j, place in enumerate(places) if shares_storage([place], value)), None)
+        base = next((j for j, place in enumerate(places) if _shows_part_of(place, value)), None)
         if base is None:
             saved.append((len(tensors_at) + len(returned), None))
             returned.append(i)
@@ -279,6 +279,12 @@ def _in_trace(forward: OneWay, backward: OneWay | None, with_gradient: Sequence[
         return with_derivative(run_forward, run_backward, *(args[i] for i in tensors_at))
 
     return for_splitter(call, "inductor_piece")
+
+
+def _shows_part_of(base: torch.Tensor, view: torch.Tensor) -> bool:
+    """Whether strides alone make the view of a tensor. The conjugate of complex numbers, a view, is other numbers."""
+    kinds = [(each.dtype, each.is_conj(), each.is_neg()) for each in (base, view)]
+    return kinds[0] == kinds[1] and shares_storage([base], view)
 
 
 def _symbol(

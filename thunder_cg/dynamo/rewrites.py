@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -39,10 +40,12 @@ _CALLS: dict[Any, Callable[[Node], None]] = {
     **dict.fromkeys(constants.OF_NUMBERS, constants.name_function_of_numbers),
     **dict.fromkeys((torch.as_tensor, torch.tensor), constants.make_tensor),
     **dict.fromkeys(("norm", torch.norm), calls.name_vector_norm),
+    math.prod: calls.multiply_one_by_one,
     operator.getitem: constants.write_index,
     torch.cat: calls.drop_empty_parts,
     **dict.fromkeys((torch.broadcast_shapes, torch.cuda.get_device_capability), _drop_unused),
     torch.einsum: calls.pass_each_operand,
+    **dict.fromkeys((torch.imag, torch.real), calls.take_part_to_new_memory),
     F.embedding: calls.count_padding_from_start,
     F.multi_head_attention_forward: own_symbols.trace_multi_head_attention,
     "masked_scatter": calls.scatter_without_waiting,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from thunder_cg.tools.suite.measure import measure
 from thunder_cg.tools.suite.models import ModelInputs, SuiteModel
@@ -59,6 +60,14 @@ class Diagonal(Small):
         return super().forward(x.clone().fill_diagonal_(0.0) * 2 if torch.compiler.is_dynamo_compiling() else x[x > 0])
 
 
+class Overwrites(Small):
+    """Thunder's gradient of the product is wrong: its backward reads what is overwritten."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return F.silu(y * 2, inplace=True)
+
+
 class Broken(Small):
     def forward(self, x: Tensor) -> Tensor:
         raise RuntimeError("no such thing\nwith details")
@@ -95,7 +104,8 @@ def entry(model: type[nn.Module]) -> SuiteModel:
     return SuiteModel(model.__name__, "tests", lambda tiny: model().train(), _batch)
 
 
-MODELS = {model.__name__: entry(model) for model in (Net, Small, Item, Branch, Diagonal, Broken, Crash, Hang, Large)}
+_ALL = (Net, Small, Item, Branch, Diagonal, Overwrites, Broken, Crash, Hang, Large)
+MODELS = {model.__name__: entry(model) for model in _ALL}
 
 
 def measured(name: str, mode: str = FORWARD) -> SuiteRow:

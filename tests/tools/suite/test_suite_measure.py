@@ -76,6 +76,11 @@ def test_what_dynamo_breaks_is_counted() -> None:
     assert found.graphs == 2
 
 
+def test_where_thunder_jit_has_wrong_gradients_thunderfx_is_measured() -> None:
+    found = measured("Overwrites", TRAINING)
+    assert (found.path, found.agrees, found.failure) == (FX, "yes", "") and "another gradient" in found.not_jit
+
+
 def test_what_thunderfx_leaves_to_inductor_is_an_op_that_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     run_what_inductor_gets(monkeypatch)
     found = measured("Diagonal")
@@ -182,7 +187,6 @@ def test_models_of_other_packages(name: str, mode: str) -> None:
     assert found.replayed == found.regions > 0
 
 
-@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")  # in new versions of Transformers
 @pytest.mark.parametrize(
     "name",
     [

@@ -69,7 +69,7 @@ RULES: tuple[Rule, ...] = (
     # Of thunder_cg.dynamo.operators: PyTorch's operators as they are
     *rows("torch_ops", """
         avg_pool1d avg_pool1d_vjp avg_pool2d avg_pool2d_vjp avg_pool3d avg_pool3d_vjp column_stack_each
-        column_stack_each_vjp int_mm dstack_each dstack_each_vjp flip
+        column_stack_each_vjp int_mm dstack_each dstack_each_vjp flip imag_copy imag_copy_vjp real_copy real_copy_vjp
         flip_vjp hstack_each hstack_each_vjp interpolate interpolate_vjp lerp lerp_vjp max_pool1d max_pool1d_vjp
         max_pool2d max_pool2d_vjp max_pool3d max_pool3d_vjp minimum minimum_vjp normalize pad pad_vjp remainder
         remainder_vjp repeat_interleave repeat_interleave_vjp round round_vjp trunc trunc_vjp unfold_copy

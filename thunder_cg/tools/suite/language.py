@@ -6,6 +6,7 @@ is in its buffers.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -90,8 +91,10 @@ class HuggingFaceDecoder(nn.Module):
         # `StaticCache` has other layers for sliding windows. They count tokens in Python, and each count is compiled.
         layers = [caches.StaticLayer(length) for _ in range(model.config.num_hidden_layers)]
         self.cache = caches.Cache(layers=layers)
+        old = "past_key_values"
+        self._name = old if old in inspect.signature(model.forward).parameters else "cache"
         with torch.no_grad():  # the first call allocates the cache
-            model(torch.zeros(1, 1, dtype=torch.int64), past_key_values=self.cache, use_cache=True)
+            self._logits(torch.zeros(1, 1, dtype=torch.int64))
         for index, layer in enumerate(layers):
             for part in ("keys", "values", "cumulative_length"):
                 self.register_buffer(f"{part}_{index}", getattr(layer, part))
@@ -99,5 +102,8 @@ class HuggingFaceDecoder(nn.Module):
     def forward(self, tokens: Tensor, position: Tensor) -> Tensor:
         for layer in self.cache.layers:
             layer.cumulative_length.copy_(position[0])
-        logits: Tensor = self.model(tokens, past_key_values=self.cache, use_cache=True).logits
+        return self._logits(tokens)
+
+    def _logits(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.model(tokens, use_cache=True, **{self._name: self.cache}).logits
         return logits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from thunder_cg.compat.tensors import tree_leaves, tree_map
+from thunder_cg.errors import WrongGradientWarning
 from thunder_cg.report.report import Report, explain
 from thunder_cg.tools.measuring import backend_of, deterministic_algorithms, free_memory, quiet_collector
 from thunder_cg.tools.suite.counts import fill_counts, graph_breaks
@@ -150,11 +152,8 @@ def measure(
     """
     row = SuiteRow(entry.name, entry.package, mode)
     try:
-        plain, row.path, row.not_jit = _uncaptured(entry, mode, device, begins)
-        begins("with graphs")
         transforms = [cudagraph_transform(backend=backend_of(device))]
-        pair = _Pair(entry, row, device, transforms, NOWHERE, plain)
-        difference = pair.difference()
+        pair, difference = _compared(entry, row, device, transforms, begins)
         fill_counts(row, pair.reports, pair.breaks)
         row.agrees = _agreement(entry, row, device, transforms, difference)
         if device.type == "cuda":
@@ -190,27 +189,43 @@ class ThunderError(Exception):
     """Uncaptured Thunder cannot run the model."""
 
 
-def _uncaptured(
-    entry: SuiteModel, mode: str, device: torch.device, begins: Callable[[str], None]
-) -> tuple[CompiledSide, str, str]:
-    """The model in uncaptured Thunder as new, how it runs there, and why `thunder.jit` does not run it, if so."""
+def _compared(
+    entry: SuiteModel, row: SuiteRow, device: torch.device, transforms: list[Any], begins: Callable[[str], None]
+) -> tuple[_Pair, str]:
+    """Thunder without and with graphs, and their first difference. The row gets how Thunder compiles the model."""
     failures: list[str] = []
     for path in (JIT, FX):
-        begins(f"in uncaptured {path}")
+        row.path, row.not_jit = path, "".join(failures)
         try:
-            side = CompiledSide(entry, mode, device, path, [])
-            buffers = [(buffer, buffer.clone()) for buffer in side.module.buffers()]
-            side.results(next(model_inputs(entry, mode, device)), SEED)
-            for buffer, before in buffers:
-                buffer.detach().copy_(before)
-            return side, path, "".join(failures)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            failures.append(failure_text(error)[:140])
+            return _compared_here(entry, row, device, transforms, begins)
+        except (ThunderError, WrongGradientWarning) as error:
+            failures.append(str(error)[:140])
         torch.compiler.reset()
         free_memory(device)
+    row.path = row.not_jit = ""
     raise ThunderError(f"uncaptured, {JIT}: {failures[0]}; {FX}: {failures[1]}")
+
+
+def _compared_here(
+    entry: SuiteModel, row: SuiteRow, device: torch.device, transforms: list[Any], begins: Callable[[str], None]
+) -> tuple[_Pair, str]:
+    """`_compared` by the path of the row. Raises `WrongGradientWarning`, or `ThunderError` if Thunder alone fails."""
+    begins(f"in uncaptured {row.path}")
+    try:
+        plain = CompiledSide(entry, row.mode, device, row.path, [])
+        buffers = [(buffer, buffer.clone()) for buffer in plain.module.buffers()]
+        plain.results(next(model_inputs(entry, row.mode, device)), SEED)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise ThunderError(failure_text(error)) from error
+    for buffer, before in buffers:
+        buffer.detach().copy_(before)
+    begins("with graphs")
+    pair = _Pair(entry, row, device, transforms, NOWHERE, plain)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", WrongGradientWarning)
+        return pair, pair.difference()
 
 
 class _Pair:

@@ -40,7 +40,7 @@ class SuiteRow:
 
     Attributes:
         mode: `FORWARD`, `TRAINING`, or `DECODE`: one new token, with a static cache.
-        path: how Thunder compiles the model: `JIT`, or `FX` where `JIT` fails; `not_jit` is the reason.
+        path: how Thunder compiles the model: `JIT`, or `FX` where that fails or has wrong gradients: see `not_jit`.
         ops: all ops of the last step, forward and backward; `captured` of them are in graphs.
         graphs: how many functions Thunder compiled: graph breaks and thunderfx's splits cut the model.
         regions: of these functions; `replayed` of them replayed in the last step. The fewest are one in the forward and
