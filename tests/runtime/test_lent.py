@@ -6,7 +6,7 @@ import gc
 import weakref
 from contextlib import nullcontext
 from functools import partial
-from threading import Thread
+from threading import Event, Thread
 
 import pytest
 import torch
@@ -170,6 +170,39 @@ def test_what_is_kept_of_gradients_keeps_its_values(device, pair, of, at):
             clones = [gradient.clone() for gradient in kept]
     assert [each.tolist() for each in kept] == [each.tolist() for each in clones]
     assert not lends(pair[1])
+
+
+@pytest.fixture
+def another_thread():
+    stop = Event()
+    thread = Thread(target=stop.wait)
+    thread.start()
+    yield
+    stop.set()
+    thread.join()
+
+
+@pytest.mark.usefixtures("another_thread")
+@pytest.mark.parametrize("of", [torch.from_dlpack, torch.detach], ids=["of another library", "alias"])
+def test_what_is_kept_beside_another_thread(device, pair, of):
+    test_what_is_kept_of_gradients_keeps_its_values(device, pair, of, 1)
+
+
+@pytest.mark.usefixtures("another_thread")
+def test_gradients_are_moved_beside_another_thread(device, pair):
+    """Those that parameters have. So the arena stays free, and there is one."""
+
+    def late(model, x):  # they are held while the next forward runs
+        loss = model(x).square().mean()
+        model.zero_grad(set_to_none=True)
+        loss.backward()
+        return loss.detach()
+
+    for i in range(8):
+        both(pair, batch(device, i), late)
+    forward, _ = programs(pair[1])
+    assert replays(pair[1]) >= 4 and not lends(pair[1])
+    assert len(forward.pair.arenas()) == 1 and not forward.fallbacks
 
 
 def test_results_of_autograd_grad(device, pair):

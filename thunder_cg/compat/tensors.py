@@ -156,16 +156,22 @@ _references[True] = holders_of_storage(_tensor.untyped_storage) - 1
 del _storages, _tensor
 
 
-def are_held_unseen(tensors: Sequence[torch.Tensor]) -> bool:
+def are_held_unseen(tensors: Sequence[torch.Tensor], leaves: Iterable[torch.Tensor] | None = None) -> bool:
     """Whether somebody in C++ holds one of these, or another tensor of its memory, besides as a gradient.
 
-    Another library does that got it through DLPack. It looks at all objects that Python's garbage collector shows. Of
-    what NumPy has, PyTorch notes that it must stay where it is.
+    Another library does that got it through DLPack. Of what NumPy has, PyTorch notes that it must stay where it is.
+
+    Args:
+        leaves: of autograd. Whoever holds the memory, but as one of their gradients, counts as unseen. None to look at
+            all objects that Python's garbage collector shows, which only a thread that is alone may.
     """
     if not all(tensor.untyped_storage().resizable() for tensor in tensors):
         return True
     homes = {*map(storage_id, tensors)}
-    found = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    if leaves is None:
+        found = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    else:
+        found = [*tensors, *leaves]
     gradients = [gradient for t in found if is_leaf(t) and (gradient := t.grad) is not None]
     everything = {id(t): t for t in (*found, *gradients)}.values()  # some gradients had no object of Python
     known = [t for t in everything if has_memory(t) and storage_id(t) in homes]

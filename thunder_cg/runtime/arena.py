@@ -17,7 +17,7 @@ from thunder_cg.compat import distributed
 from thunder_cg.compat.autograd import drop_failed_backwards
 from thunder_cg.compat.tensors import are_held_unseen, storage_id, storage_use_count
 from thunder_cg.runtime.backend import Backend, Pool
-from thunder_cg.runtime.lent import Lent
+from thunder_cg.runtime.lent import Lent, pairs_of_leaves
 
 _RAISE = "raise memory_budget"
 _FITS = 2 * LEAST_SEGMENT  # bytes: an arena that is so much too large is not much too large
@@ -131,11 +131,10 @@ class Arena:
         """Whether nobody knows the addresses: another library, or another thread in the middle of an operator."""
         if self._lent_to != threading.get_ident() and any(t.ident == self._lent_to for t in threading.enumerate()):
             return False
-        if threading.active_count() > 1:  # whom a look at all objects would disturb: see Note [Lent gradients]
-            return True
         if (uses := [storage_use_count(storage_id(each)) for each in held]) == self._unmovable:
             return False
-        if not are_held_unseen(held):
+        # A look at all objects would disturb other threads: see Note [Lent gradients].
+        if not are_held_unseen(held, [*pairs_of_leaves.keys()] if threading.active_count() > 1 else None):
             return True
         self._unmovable = uses
         self._stop_lending(self._lent)

@@ -22,7 +22,8 @@ Note [Lent gradients]
     gradient that they share is moved, and they are not told. Another library that got the gradient through DLPack holds
     its memory without a tensor of Python. Then nothing moves, and the arena is not free until that is over. Whether one
     does shows in all objects of the process. To look at them, while another thread is about to make a tuple, has that
-    thread raise SystemError (CPython to 3.13). So where there are other threads, such a gradient is moved, too.
+    thread raise SystemError (CPython to 3.13). So where there are other threads, only what parameters have as their
+    gradients is moved. Whatever else is held of a gradient's memory, such as a view, keeps it where it is.
 """
 
 from __future__ import annotations
@@ -33,10 +34,13 @@ from typing import Any
 from weakref import WeakMethod
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from thunder_cg.compat.guards import addresses_equal
 from thunder_cg.compat.tensors import holders_of_storage, storage_id, storage_use_count
 from thunder_cg.runtime.backend import Pool
+
+pairs_of_leaves = WeakTensorKeyDictionary()  # by parameter: the pairs whose backwards have a gradient of it
 
 
 class Lent:
