@@ -31,6 +31,7 @@ executor = OperatorExecutor("advice_ex")
 unknown = executor.register_operator("unknown", meta=lambda x: TensorProxy(like=x), fn=torch.sin)
 OUTSIDE = torch.tensor([1.0, 2.0])
 TABLE = np.array([1.0, 2.0], dtype=np.float32)
+TENSOR = torch.from_numpy(TABLE)
 
 
 def around(middle: Function) -> Function:
@@ -95,19 +96,25 @@ def sliced(x: torch.Tensor, i: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("compiles", ["jit", "thunderfx"])
 @pytest.mark.parametrize(
-    ("fn", "advice", "better"),
+    ("fn", "numbers", "advice", "better"),
     [
-        (sliced, "if it bounds a slice, x[i + torch.arange(n, device=...)]", lambda x, i: x[i + torch.arange(2)]),
         (
-            lambda x, i: torch.nn.functional.dropout(x, 0.1 * i),
+            sliced,
+            [0, 1, 2, 3],
+            "if it bounds a slice, x[i + torch.arange(n, device=...)]",
+            lambda x, i: x[i + torch.arange(2)],
+        ),
+        (
+            torch.nn.functional.dropout,
+            [0.1, 0.2, 0.3, 0.4],
             "if it is the p of a dropout, x * (torch.rand_like(x) >= p) / (1 - p)",
-            lambda x, i: x * (torch.rand_like(x) >= i * 0.1) / (1 - i * 0.1),
+            lambda x, p: x * (torch.rand_like(x) >= p) / (1 - p),
         ),
     ],
     ids=["slice", "dropout"],
 )
 @pytest.mark.nightly_after(2)
-def test_advice_for_a_number_that_changes_where_no_tensor_can_be(fn, advice, better, compiles):
+def test_advice_for_a_number_that_changes_where_no_tensor_can_be(fn, numbers, advice, better, compiles):
     def compiled(model: torch.nn.Module) -> Any:
         torch._dynamo.reset()
         if compiles == "thunderfx":
@@ -116,13 +123,13 @@ def test_advice_for_a_number_that_changes_where_no_tensor_can_be(fn, advice, bet
 
     if compiles == "jit":  # Dynamo compiles no version for each
         changing = compiled(Sliced(fn))
-        for i in range(3):
-            changing(torch.randn(6, 4), i)
+        for number in numbers[:3]:
+            changing(torch.randn(6, 4), number)
         (change,) = explain(changing).changes
         assert advice in change.fix
     mended = compiled(Sliced(better))
-    for i in range(4):
-        mended(torch.randn(6, 4), torch.tensor(i)).sum().backward()
+    for number in numbers:
+        mended(torch.randn(6, 4), torch.tensor(number)).sum().backward()
     report = explain(mended)
     assert [len(trace.regions) for trace in report.traces] == [1, 1] and not (report.changes or report.causes)
     assert not (report.breaks or report.outside) and "2 of 4 calls and 2 of 4 backwards replayed" in str(report)
@@ -306,7 +313,7 @@ def test_advice_for_a_graph_break_of_dynamo_gives_one_region_and_the_same_gradie
             lambda x: x + torch.from_numpy(TABLE[x.int().numpy()]),
             "numpy.getitem",
             "call PyTorch's function of that name, or index a tensor, which is made of the array once, outside",
-            lambda x: x + torch.from_numpy(TABLE)[x.int()],
+            lambda x: x + TENSOR[x.int()],
         ),
         (lambda x: torch.asarray(x) + 1, "asarray", "use other operators, or one of your own with", lambda x: x + 1),
     ],
