@@ -216,9 +216,11 @@ def lost_or_unsummed(ops: Ops, aliasing: Aliasing) -> tuple[WrongGradient, ...]:
                     stale |= dict.fromkeys(op.outputs, _named(op, ops, _WITHOUT_GRAD))
                     tracked.update(op.outputs)
                 continue
-        read = names_in(returned(op)) if op.bookkeeping else op.inputs
+        results = returned(op) if op.bookkeeping else ()
+        read = names_in(results) if op.bookkeeping else op.inputs
         found += [stale[name] for name in read if name in stale]
-        counts = Counter(name for leaf in returned(op) for name in names_in([leaf]) if name in tracked)
+        # Thunder returns once what has one name. So what it returns twice has had two, before and after a write.
+        counts = Counter(name for result in results for name in names_in([result]) if name in tracked)
         if twice := {name for name, count in counts.items() if count > 1}:
             makers = (each for each in ops.ops if not each.bookkeeping and not twice.isdisjoint(each.outputs))
             found += [_named(each, ops, _TWICE) for each in makers]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -19,17 +20,17 @@ Forms = Mapping[str, tuple[str, Callable[[], str]]]  # by suffix: how files of t
 _TEXT_MARK = "thunder_cg report\n"
 
 
-class Printed:
+class Printed(ABC):
     """What is printed, left as a notebook cell's last line, and saved. No file is overwritten that is no report."""
 
     __slots__ = ()
     _title: ClassVar[str]  # of its page
 
-    def _text(self) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def _text(self) -> str: ...
 
-    def _repr_html_(self) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def _repr_html_(self) -> str: ...
 
     def _forms(self) -> Forms:
         return {
@@ -79,8 +80,8 @@ class FunctionReport(Printed):
             raise CudagraphError(f"{type(self).__name__}.{method}: {problem}; call thunder_cg.{method}(fn, ...)")
         return fn
 
-    def _markdown(self) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def _markdown(self) -> str: ...
 
     def _forms(self) -> Forms:
         forms = super()._forms()

@@ -79,7 +79,7 @@ class Batch:
                 name = _name(leaf, leaves, structure)
                 raise CaptureRefused(f"{name} is a {type(leaf).__name__}; {fix_of_argument(leaf)}")
         constants = tuple(_TENSOR if isinstance(leaf, Tensor) else _fact_of(leaf) for leaf in leaves)
-        return cls(tensors, same_tensors(tensors), constants, structure, [*leaves])
+        return cls(tensors, same_tensors(tensors), constants, structure, leaves)
 
     @property
     def layout(self) -> Any:
@@ -203,5 +203,5 @@ def argument_at(structure: _Structure, position: int) -> str:
     return _PLACE.sub(r"argument \1\2", keystr(places[position][0]))
 
 
-def _name(leaf: Any, leaves: Sequence[Any], structure: Any) -> str:
+def _name(leaf: Any, leaves: Sequence[Any], structure: _Structure) -> str:
     return argument_at(structure, next(i for i, each in enumerate(leaves) if each is leaf))
