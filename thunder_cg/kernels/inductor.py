@@ -176,13 +176,18 @@ class _TraceFacts:
         - What is expensive.
         - What makes a value that an expensive operator and another one take, as the sum at the end of a residual block.
           It is in memory in any case, and to compute it the backward would go through all blocks.
+        - What a normalization makes for an expensive operator: the backward would write it to memory once more. That is
+          so of an activation, too, but those are larger: in a GPT, to keep them takes twice as much and gains a third.
         """
         expensive = {id(each) for each in symbols if each.sym.name in _EXPENSIVE or compat.has_tags(each, {_ONCE})}
         users: dict[str, list[int]] = {}
         for symbol in symbols:
             for name in {proxy.name for proxy in symbol.flat_proxy_args}:
                 users.setdefault(name, []).append(id(symbol))
-        in_memory = {name for name, of in users.items() if len(of) > 1 and not expensive.isdisjoint(of)}
+        normalized = {p.name for each in symbols if each.sym.id == normalization.apply.id for p in each.flat_proxy_outs}
+        in_memory = {
+            name for name, of in users.items() if (len(of) > 1 or name in normalized) and not expensive.isdisjoint(of)
+        }
         return [
             each
             for each in symbols
