@@ -89,7 +89,7 @@ def needless_copies(ops: Ops, aliasing: Aliasing) -> list[int]:
 
     Thunder (0.2.6) has them copy where `ddp` is applied to what `thunder.jit` returns: one kernel for each gradient.
     They need no copy of what an op has made that nothing else reads and that shares memory with nothing. Of a fusion,
-    only its executor knows that: equal results may be one tensor.
+    only its executor knows that: two results may be one tensor.
     """
     readers = Counter(name for op in ops.ops for name in op.inputs)
     members: defaultdict[str, list[str]] = defaultdict(list)

@@ -45,7 +45,7 @@ class Fusion:
         written: the positions of the arguments whose memory it writes.
         refuses_leaves: whether PyTorch refuses that where autograd accumulates a gradient for one of them.
         communicated: the positions of the results that a collective takes, which may write them. Each has memory of its
-            own: Inductor returns results that are equal as one tensor, and may return an argument.
+            own: Inductor may return one tensor as two results, or an argument.
 
     Attributes:
         failure: why Inductor could not compile it, so that it runs operator by operator; None if it could.
