@@ -1209,6 +1209,15 @@ def test_arguments_of_classes_of_the_users(step_twins):
     assert re.search(r"argument 1 changed from \('value.scale'.*1.0.* to \('value.scale'.*2.0", why(step)), why(step)
 
 
+def test_arguments_that_are_nested_otherwise(step_twins):
+    step = step_twins.graphed(lambda pairs, *rest: sum(pairs) - sum(rest))
+    a, b = torch.ones(2, device=step_twins.device), torch.full((2,), 2.0, device=step_twins.device)
+    for _ in range(4):
+        same(step((a, b)), a + b)
+        same(step((a,), b), a - b)
+    assert step.captures == 2 and step.replays == 4, why(step)
+
+
 def test_an_argument_with_a_gradient(step_twins):
     step = step_twins.graphed(lambda x: x if x.grad is None else x + x.grad)
     for i in range(6):

@@ -324,7 +324,7 @@ class _Body:
                 continue
             if is_given or now is None or not now.is_like(then):
                 raise CaptureRefused(f"the step leaves something else in {label} than a new tensor like the one before")
-            self.carried.append((at.put, now.structure, len(now.tensors)))
+            self.carried.append((at.put, now.tree, len(now.tensors)))
             left += now.tensors
 
     def _take_appended(self, lists: Iterable[_Grown]) -> list[Tensor]:
@@ -338,7 +338,7 @@ class _Body:
                 fix = "detach them, or return them, and append them outside of the step"
                 raise CaptureRefused(f"the step appends {_OTHERS} to {read.label} ({read.line}); {fix}")
             self._found_or_left += appended
-            self.carried.append((partial(_extend, read.get), carried.structure, len(carried.tensors)))
+            self.carried.append((partial(_extend, read.get), carried.tree, len(carried.tensors)))
             left += carried.tensors
         return left
 
