@@ -20,17 +20,10 @@ from torch.fx import GraphModule
 
 from thunder_cg.analysis.advice import NUMBER_OF_DYNAMO
 from thunder_cg.analysis.sources import called_from, user_frames
+from thunder_cg.compat.dynamo_records import Recompilation, RecompileLimit
 from thunder_cg.compat.thunder import CACHE_OPTIONS, is_ours, owns_regions
 from thunder_cg.errors import NotCompiledError, OptionError
-from thunder_cg.report.breaks import (
-    GraphBreak,
-    Recompilation,
-    RecompileLimit,
-    breaks_without_graph,
-    graph_breaks,
-    recompilations,
-    recompile_limits,
-)
+from thunder_cg.report.breaks import GraphBreak, breaks_without_graph, graph_breaks, recompilations
 from thunder_cg.report.units import count
 from thunder_cg.runtime.compilation import compile_failures, name_of
 from thunder_cg.runtime.program import Program, program_of
@@ -146,6 +139,8 @@ def compiled_parts(fn: Any) -> dict[str, torch.nn.Module]:
 
 def _of_dynamo(fn: Any, backend: Any) -> Found:
     """Dynamo makes one graph for all between two graph breaks, and Thunder one or more functions for a graph."""
+    from thunder_cg.compat.dynamo import recompile_limits  # Dynamo is imported by now
+
     programs: list[Located] = []
     outside: list[Outside] = []
     breaks: list[GraphBreak] = []

@@ -12,11 +12,12 @@ from thunder_cg.analysis.classify import shown, unmatched
 from thunder_cg.analysis.ops import Op
 from thunder_cg.analysis.partition import Region
 from thunder_cg.compat.compiled import changed_since_compiled, original_module
+from thunder_cg.compat.dynamo_records import Recompilation, RecompileLimit
 from thunder_cg.compat.thunder import ThunderModule, bound_functions
 from thunder_cg.errors import OptionError
 from thunder_cg.kernels.fusion import Fusion
 from thunder_cg.report import differences, html, markdown, text
-from thunder_cg.report.breaks import GraphBreak, Recompilation, RecompileLimit
+from thunder_cg.report.breaks import GraphBreak
 from thunder_cg.report.causes import CauseReport, causes
 from thunder_cg.report.collectives import CollectiveReport, collectives
 from thunder_cg.report.crossings import CrossingReport, crossings
