@@ -138,7 +138,8 @@ class TraceReport:
     @property
     def is_in_steps(self) -> bool:
         """Whether all calls of a forward ran inside of graphed steps, whose graphs hold what it does."""
-        return IN_STEP in self.fallbacks and self.calls == sum(self.fallbacks.get(each, 0) for each in HELD_ELSEWHERE)
+        held = sum(self.fallbacks.get(each.problem, 0) for each in HELD_ELSEWHERE)
+        return IN_STEP.problem in self.fallbacks and self.calls == held
 
     @property
     def counts(self) -> Counter[str]:

@@ -75,10 +75,10 @@ from thunder_cg.compat import distributed
 from thunder_cg.compat.distributed import ProcessGroup, Store
 from thunder_cg.errors import OptionsDiffer, RanksDiffer
 from thunder_cg.runtime.arena import Recorder
+from thunder_cg.runtime.skip_reasons import GROUP_IS_GONE
 
 _logger = logging.getLogger(__name__)
 
-DESTROYED = "the process group of its collectives has been destroyed or aborted"
 _TIMEOUT, _SHARE = 5.0, 8  # see `_longest`
 _CAPTURE_TIMEOUT = 10.0  # for that of a rank that captures the same
 _SHORTEST = 0.02  # after many time-outs in a row
@@ -633,7 +633,7 @@ def call_of_step(device_type: str, votes: Round | None = None, *, is_capture: bo
 def _objection(group: ProcessGroup, kinds: Set[str], device_type: str) -> tuple[str, bool] | None:
     """As `StepCall.objection`, to what has been communicated in a group, on these kinds of devices."""
     if _state(group).is_closed:
-        return DESTROYED, False
+        return GROUP_IS_GONE.problem, False
     if _state(group).keep_eager:
         problem = 'a module that communicates in the same group was compiled with capture_collectives="never"'
         return f"{problem}; compile it without that option", False

@@ -8,6 +8,7 @@ from thunder_cg.runtime.arena import Arenas
 from thunder_cg.runtime.call import Call
 from thunder_cg.runtime.pair import Pair
 from thunder_cg.runtime.region import RuntimeRegion
+from thunder_cg.runtime.skip_reasons import SkipReason
 
 _FIRST_PAUSE = 16  # calls that run eagerly once one has found no room; the next time twice as many, and so on
 _LONGEST_PAUSE = 1024
@@ -28,11 +29,11 @@ class ProgramBudget:
     def __init__(self, arenas: Arenas, pair: Pair, regions: Sequence[RuntimeRegion], needed: int) -> None:
         self._arenas, self._pair, self._regions = arenas, pair, regions
         self.needed = needed
-        self._no_room: str | None = None  # what the arenas said when they were asked last
+        self._no_room: SkipReason | None = None  # what the arenas said when they were asked last
         self._ask_again_at = 0  # the number of the first call that asks them again
         self._pause = _FIRST_PAUSE
 
-    def find_room(self, call: Call) -> str | None:
+    def find_room(self, call: Call) -> SkipReason | None:
         """Why what the call is to warm up or capture does not fit. The arenas are not asked each time."""
         if not self._arenas.have_budget:
             return None

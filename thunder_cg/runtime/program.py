@@ -30,7 +30,7 @@ from thunder_cg.errors import CaptureError, RanksDiffer
 from thunder_cg.options import Options
 from thunder_cg.progress import Stage, is_shown
 from thunder_cg.runtime import skip_reasons
-from thunder_cg.runtime.agreement import DESTROYED, Collectives, Round, SameOptions, keep_eager
+from thunder_cg.runtime.agreement import Collectives, Round, SameOptions, keep_eager
 from thunder_cg.runtime.arena import Arenas, CallMemory
 from thunder_cg.runtime.backend import Backend
 from thunder_cg.runtime.budget import ProgramBudget
@@ -43,6 +43,7 @@ from thunder_cg.runtime.program_inputs import ProgramInputs
 from thunder_cg.runtime.recording import Recording, RegionGraph, TraceRecording
 from thunder_cg.runtime.region import RuntimeRegion, Stats
 from thunder_cg.runtime.selection import Selection
+from thunder_cg.runtime.skip_reasons import SkipReason
 from thunder_cg.runtime.tensors import Layout
 
 if TYPE_CHECKING:
@@ -259,7 +260,7 @@ class Program(Counts):
                 self._eager_layout = self.inputs.key(inputs)
             return Call(self).run_eagerly(reason)
         if self.collectives is not None and not self.collectives.are_alive():
-            return Call(self).run_eagerly(DESTROYED)
+            return Call(self).run_eagerly(skip_reasons.GROUP_IS_GONE)
         pair = self.pair
         if pair.selection is not None and pair.selection.is_complete():
             self._select(pair.selection)
@@ -327,7 +328,7 @@ class Program(Counts):
             eager.selection, eager.why_eager = call.selection, call.why_eager
             return eager.run_eagerly(skip_reasons.FORWARD_WAS_EAGER)
         if self.collectives is not None and not self.collectives.are_alive():
-            return call.run_eagerly(DESTROYED)
+            return call.run_eagerly(skip_reasons.GROUP_IS_GONE)
         call.arena.enter()
         if backward_keeps_graph():  # the call keeps its arena for the next backward
             return Call(self).run_eagerly(skip_reasons.RETAINED)
@@ -360,8 +361,8 @@ class Program(Counts):
             self.pair.drop(recording, "its backward gets gradients that are laid out in another way")
             self._note_warm(self.inputs.key(inputs))
             self._count_moves(recording.backwards, inputs)
-            reason = "the backward's inputs are not laid out as when it was captured, so both are captured anew"
-            return call.run_eagerly(reason, strict=False)
+            problem = "the backward's inputs are not laid out as when it was captured, so both are captured anew"
+            return call.run_eagerly(SkipReason(problem), strict=False)
         call.owned = dict(recording.owned)
         self._warm_up_or_capture(call, inputs)
         if call.mode is Mode.CAPTURE:
@@ -456,7 +457,7 @@ class Program(Counts):
         young = [trace for trace in traces[:1] if self.calls - trace.since <= _LASTING]
         self.pair.moves.add([self.inputs.names[i] for trace in young for i in trace.guard.moved(inputs)])
 
-    def skip_reason(self) -> str | None:
+    def skip_reason(self) -> SkipReason | None:
         """Why no call on this thread can replay a graph now."""
         return skip_reasons.skip_reason(self.backend, saves=bool(self._saved))
 
@@ -516,7 +517,7 @@ class Program(Counts):
     def count_raised(self, *, is_counted: bool) -> None:
         """Counts a call whose replay raised, unless it has been counted as a call already."""
         self.calls += not is_counted
-        self.fallbacks[skip_reasons.RAISED] += 1
+        self.fallbacks[skip_reasons.RAISED.problem] += 1
 
     def _end_trace(self, call: Call) -> None:
         """All regions have run."""
@@ -532,7 +533,7 @@ class Program(Counts):
         if self.regions and not any(trace.graphs):
             self.eager_calls += 1
             if not recording.incomplete:  # else the capture of a region has failed just now, which is counted
-                self.count_fallback(*self.regions[0].why_eager)
+                self.count_fallback(self.regions[0].why_eager)
 
     def _note_warm(self, key: Any) -> None:
         if len(self._warm) >= _MAX_LAYOUTS:
@@ -579,31 +580,31 @@ class Program(Counts):
 
     # What is counted, and said in the log
 
-    def raise_if_strict(self, reason: str) -> None:
+    def raise_if_strict(self, reason: SkipReason) -> None:
         if self.options.strict and reason not in skip_reasons.HELD_ELSEWHERE:
-            fix = self.fixes.get(reason, "fix that (print(explain(fn)) has the plan)")
-            raise CaptureError(f"{self.label}, call {self.calls}", reason, fix)
+            fix = self.fixes.get(reason.problem, "fix that (print(explain(fn)) has the plan)")
+            raise CaptureError(f"{self.label}, call {self.calls}", reason.problem, fix)
 
-    def count_fallback(self, reason: str, fix: str) -> None:
+    def count_fallback(self, reason: SkipReason) -> None:
         """Counts a call, or a region of it, that runs eagerly. The log warns once of each reason that has a fix."""
-        self.fallbacks[reason] += 1
-        if reason in skip_reasons.FIXES:
-            fix = self._at_places(reason, fix)
-        if fix and not reason.endswith(fix):
-            self.fixes[reason] = fix
-        warns = bool(fix) and reason not in self._warned
-        self._warned.add(reason)
-        said = reason if not fix or reason.endswith(fix) else f"{reason}; {fix}"
-        _logger.log(logging.WARNING if warns else logging.INFO, "%s, call %d: eager: %s", self.label, self.calls, said)
+        problem = reason.problem
+        self.fallbacks[problem] += 1
+        if reason.fix:
+            reason = self._at_places(reason) if reason in skip_reasons.AROUND_CALLS else reason
+            self.fixes[problem] = reason.fix
+        level = logging.WARNING if reason.fix and problem not in self._warned else logging.INFO
+        self._warned.add(problem)
+        _logger.log(level, "%s, call %d: eager: %s", self.label, self.calls, reason)
 
-    def _at_places(self, reason: str, fix: str) -> str:
-        """A fix with the lines from which calls have come, but for those that checkpointing repeats in a backward."""
-        places = self._places.setdefault(reason, {})
+    def _at_places(self, reason: SkipReason) -> SkipReason:
+        """The fix with the lines from which calls have come, but for those that checkpointing repeats in a backward."""
+        places = self._places.setdefault(reason.problem, {})
         repeats = self.kind == "forward" and in_backward()
         if len(places) < _MOST_PLACES and not repeats and (line := calling_line()) is not None:
             places[str(line)] = None
         *others, last = places or ("",)
-        return f"at {', '.join(others)}{' and ' * bool(others)}{last}, {fix}" if places else fix
+        at = f"at {', '.join(others)}{' and ' * bool(others)}{last}, " if places else ""
+        return reason._replace(fix=at + reason.fix)
 
     @contextmanager
     def progress(self, call: Call, doing: str, done: str, region: RuntimeRegion) -> Iterator[None]:
@@ -628,11 +629,12 @@ class Program(Counts):
 
     def quarantine(self, call: Call, region: int) -> None:
         """Has no graph of a region replayed again, since one was wrong. Its ops run from here on."""
-        why, self.fixes[why] = self.regions[region].why_eager
+        why = self.regions[region].why_eager
         for recording, traces in self.recorded():
             if any(trace.graphs[region] is not None for trace in traces):
-                self.pair.drop(recording, why)
+                self.pair.drop(recording, why.problem)
         self._is_quarantined = True
+        self._warned.add(why.problem)  # the region does
         call.run_eagerly(why, strict=False)
 
     def counts(self) -> Counts:

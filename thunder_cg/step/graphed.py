@@ -162,8 +162,8 @@ class GraphedStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._lock:
             self.calls += 1
-            if (reason := skip_reason(self._backend, saves=True)) is not None:
-                return self._run_in_python(args, kwargs, reason)
+            if (skipped := skip_reason(self._backend, saves=True)) is not None:
+                return self._run_in_python(args, kwargs, skipped.problem)
             try:
                 batch = Batch.of(args, kwargs, self._backend.device_type)
             except CaptureRefused as error:
@@ -515,11 +515,11 @@ class GraphedStep:
     def _make_room(self, arena: Arena, device: torch.device, layout: Any, expected: int | None = None) -> None:
         """`NoRoom` if what a capture needs is past the budget: see Note [Memory budget] in runtime/arena.py."""
         kept = len(self.recordings)
-        if (problem := self._arenas.make_room([arena], device, self.captures_pay, expected)) is not None:
+        if (reason := self._arenas.make_room([arena], device, self.captures_pay, expected)) is not None:
             may_pass = len(self.recordings) < kept
             if expected is None and not may_pass:
                 self._ready[layout] = [replace(each, needs=arena.nbytes()) for each in self._ready[layout]]
-            raise NoRoom(problem, may_pass=may_pass)
+            raise NoRoom(str(reason), may_pass=may_pass)
 
     def captures_pay(self) -> bool:
         """Whether captures up to now have been replayed often enough for one more."""
