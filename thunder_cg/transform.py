@@ -51,12 +51,12 @@ from thunder_cg.fastpath.prologue import PrologueChecks, with_one_check
 from thunder_cg.fastpath.sharing import told_apart
 from thunder_cg.options import Options, taken_from
 from thunder_cg.report.programs import made_by, refuse_compiled
-from thunder_cg.runtime.agreement import SameOptions
 from thunder_cg.runtime.arena import Arenas
 from thunder_cg.runtime.backends import PlanningBackend, resolve
 from thunder_cg.runtime.compilation import Compilation, compiling, name_of, note_compile_failure
 from thunder_cg.runtime.functions import hash_function, region_function
 from thunder_cg.runtime.program import Program, SharedState, program_of
+from thunder_cg.runtime.ranks.same_options import SameOptions
 from thunder_cg.runtime.region import RuntimeRegion
 from thunder_cg.verify import ReplayVerifier
 

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from thunder_cg.runtime.agreement import Round
 from thunder_cg.runtime.arena import Arena
 from thunder_cg.runtime.lent import Lent
+from thunder_cg.runtime.ranks.agreement import Round
 from thunder_cg.runtime.recording import Recording, TraceRecording
 from thunder_cg.runtime.skip_reasons import SkipReason
 

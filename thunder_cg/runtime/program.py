@@ -30,7 +30,6 @@ from thunder_cg.errors import CaptureError, RanksDiffer
 from thunder_cg.options import Options
 from thunder_cg.progress import Stage, is_shown
 from thunder_cg.runtime import skip_reasons
-from thunder_cg.runtime.agreement import Collectives, Round, SameOptions, keep_eager
 from thunder_cg.runtime.arena import Arenas, CallMemory
 from thunder_cg.runtime.backend import Backend
 from thunder_cg.runtime.budget import ProgramBudget
@@ -40,6 +39,9 @@ from thunder_cg.runtime.compilation import Compilation
 from thunder_cg.runtime.guards import Guard
 from thunder_cg.runtime.pair import Pair
 from thunder_cg.runtime.program_inputs import ProgramInputs
+from thunder_cg.runtime.ranks.agreement import Collectives, Round
+from thunder_cg.runtime.ranks.groups import keep_eager
+from thunder_cg.runtime.ranks.same_options import SameOptions
 from thunder_cg.runtime.recording import Recording, RegionGraph, TraceRecording
 from thunder_cg.runtime.region import RuntimeRegion, Stats
 from thunder_cg.runtime.selection import Selection
@@ -195,7 +197,7 @@ class Program(Counts):
         return self._agree(self._begin(inputs), needs_others)
 
     def check_options(self) -> None:
-        """To be called before it communicates: see Note [Same options] in agreement.py. `OptionsDiffer` if ranks do."""
+        """To be called before it communicates: see Note [Same options]. `OptionsDiffer` if ranks do."""
         if self.same_options is not None:
             self.same_options.check(self.label)
             self.same_options = None

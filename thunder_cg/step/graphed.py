@@ -32,11 +32,13 @@ from thunder_cg.errors import (
 )
 from thunder_cg.options import StepOptions
 from thunder_cg.progress import Stage
-from thunder_cg.runtime.agreement import Collectives, Round, StepCall, call_of_step, meets
 from thunder_cg.runtime.arena import Arena, Arenas
 from thunder_cg.runtime.backends import resolve
 from thunder_cg.runtime.changes import for_shapes
 from thunder_cg.runtime.failures import note_replay
+from thunder_cg.runtime.ranks.agreement import Collectives, Round
+from thunder_cg.runtime.ranks.groups import meets
+from thunder_cg.runtime.ranks.steps import StepCall, call_of_step
 from thunder_cg.runtime.skip_reasons import held_back, skip_reason
 from thunder_cg.step.attributes import Attributes
 from thunder_cg.step.averages import move_counters
@@ -197,7 +199,7 @@ class GraphedStep:
         """Runs the step in Python. The compiled modules in it have their own graphs."""
         self.in_python[reason] += 1
         groups = self._groups(layout if layout in self._communicates else None)
-        votes = Round(groups or [], asks=True)
+        votes = Round(groups or [])
         votes.decline(reason)
         with call_of_step(self._backend.device_type, votes) as call:
             result = _detached(self._fn(*args, **kwargs))
@@ -264,12 +266,12 @@ class GraphedStep:
             return self._note(state, call)
 
     def _meet(self, recording: StepRecording, carried: Sequence[Tensor], call: _Call) -> Any:
-        """Replays, or captures anew if another rank needs that. See Note [Meetings] in runtime/agreement.py."""
+        """Replays, or captures anew if another rank needs that. See Note [Meetings] in groups.py."""
         state, groups = self._state(), self._groups(call.layout)
         ready = self._ready_for(call.layout, state)
         if groups and ready is not None and self.captures_pay():
             return self._try_capture(state, call, ready, recording)
-        Round(groups or [], asks=True).decline("it replays")
+        Round(groups or []).decline("it replays")
         return self._replay(recording, carried, call)
 
     def _ready_for(self, layout: Any, state: StepState) -> _Ready | None:
@@ -291,7 +293,7 @@ class GraphedStep:
         Args:
             known: a recording that could be replayed, and is if no rank needs a capture, or this one fails.
         """
-        calls, votes = Calls(self._backend.device_type), Round(self._groups(call.layout) or [], asks=True)
+        calls, votes = Calls(self._backend.device_type), Round(self._groups(call.layout) or [])
         try:
             if state.objection is not None:
                 raise CaptureRefused(state.objection)

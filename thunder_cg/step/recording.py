@@ -31,11 +31,11 @@ from thunder_cg.compat.distributed import ProcessGroup, local_tensor
 from thunder_cg.compat.settings import Settings, kernel_settings
 from thunder_cg.compat.tensors import has_storage, is_size, tree_flatten, tree_leaves, tree_unflatten, version
 from thunder_cg.errors import CaptureLater, CaptureRefused, ReplayRefused, without_frames
-from thunder_cg.runtime.agreement import Collectives
 from thunder_cg.runtime.arena import Arena, RecordingUse
 from thunder_cg.runtime.backend import Backend, Graph, Pool
 from thunder_cg.runtime.inputs import CopiedInput
 from thunder_cg.runtime.outputs import AliasedInput, Outputs
+from thunder_cg.runtime.ranks.agreement import Collectives
 from thunder_cg.runtime.tensors import address_if_any, is_plain
 from thunder_cg.step.averages import known_to_be_positive
 from thunder_cg.step.batch import Batch
