@@ -19,7 +19,8 @@ import torch
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.causes import refuse_eager_ops
 from thunder_cg.analysis.classify import UserRules, classify, shown
-from thunder_cg.analysis.collectives import coalesced, of_parallelism, schedule_collectives
+from thunder_cg.analysis.coalescing import coalesced, of_parallelism
+from thunder_cg.analysis.collectives import schedule_collectives
 from thunder_cg.analysis.gradients import WrongGradient, lost_or_unsummed, overwritten, put_off, returned
 from thunder_cg.analysis.lost import constant, lost, uncalled, unrepeated
 from thunder_cg.analysis.ops import Ops, names_in, process_groups, read

@@ -18,7 +18,7 @@ import torch
 
 from thunder_cg.analysis.causes import root_causes
 from thunder_cg.analysis.classify import Pattern
-from thunder_cg.analysis.collectives import described
+from thunder_cg.analysis.coalescing import described
 from thunder_cg.analysis.memory import MemoryEstimate, parameter_gradients
 from thunder_cg.analysis.ops import process_groups
 from thunder_cg.analysis.partition import PlannedTrace, Region

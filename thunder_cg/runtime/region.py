@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from thunder_cg.analysis.collectives import described
+from thunder_cg.analysis.coalescing import described
 from thunder_cg.analysis.ops import Op
 from thunder_cg.analysis.partition import Region
 from thunder_cg.analysis.region_io import RegionIO
