@@ -27,7 +27,7 @@ from thunder_cg.runtime.backends import resolve
 from thunder_cg.step import graphed
 from thunder_cg.step.calls import Calls
 from thunder_cg.step.gradients import GradientsBefore
-from thunder_cg.step.reads import is_installed
+from thunder_cg.step.packages import is_installed
 from thunder_cg.step.recording import StepCapture
 from thunder_cg.step.state import StepState
 

@@ -45,17 +45,10 @@ from thunder_cg.compat.tensors import has_storage, version
 from thunder_cg.compat.torch import OPERATORS
 from thunder_cg.step.attributes import Names, hides_state, own_attributes, slots_of
 from thunder_cg.step.facts import ATOMS, Content, Facts, Same, fact_of
+from thunder_cg.step.lookups import MISSING, own
+from thunder_cg.step.packages import CONSTANT_PACKAGES, is_installed, is_users, may_change
 from thunder_cg.step.places import Carried, Place, plain_copy
-from thunder_cg.step.reads import (
-    CONSTANT_PACKAGES,
-    MISSING,
-    compiled_modules,
-    is_data,
-    is_installed,
-    is_users,
-    may_change,
-    own,
-)
+from thunder_cg.step.reads import compiled_modules, is_data
 from thunder_cg.step.snapshot import data_of_c
 from thunder_cg.step.watch import Watch
 

@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from thunder_cg.compat.guards import dictionary_of, module_dictionaries, names_of
 from thunder_cg.compat.tensors import has_storage, tree_flatten, tree_unflatten
 from thunder_cg.runtime.tensors import layout
-from thunder_cg.step.reads import MISSING, Path, Read, content_of_cell, may_change, own, value_of
+from thunder_cg.step.lookups import MISSING, Path, content_of_cell, own, value_of
+from thunder_cg.step.packages import may_change
+from thunder_cg.step.reads import Read
 from thunder_cg.step.structure import Structure
 
 _CONTAINERS = (tuple, list, dict)

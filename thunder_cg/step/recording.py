@@ -47,8 +47,9 @@ from thunder_cg.step.heap import known_tensors
 from thunder_cg.step.memory import nbytes
 from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, memory_of_tensors, moved, refuse_other_memory
 from thunder_cg.step.outside import settings_of_numpy, states_outside
+from thunder_cg.step.packages import is_constant
 from thunder_cg.step.places import Carried, place_of_read
-from thunder_cg.step.reads import Read, is_constant, settings_in
+from thunder_cg.step.reads import Read, settings_in
 from thunder_cg.step.snapshot import Snapshot
 from thunder_cg.step.stack import clear_stack
 from thunder_cg.step.state import StepState

@@ -33,21 +33,11 @@ from thunder_cg.step.attributes import Attributes, Names, only_sets, own_attribu
 from thunder_cg.step.collector import CONTAINERS, Collector, is_simple
 from thunder_cg.step.facts import Content, Facts, Same, is_equal, subject
 from thunder_cg.step.gradients import place_of
+from thunder_cg.step.lookups import MISSING, content_of_cell, links_of, own
 from thunder_cg.step.other_memory import can_move
 from thunder_cg.step.outside import shared_generator
 from thunder_cg.step.places import Carried, Place, place_of_read
-from thunder_cg.step.reads import (
-    GROWING,
-    MISSING,
-    Called,
-    Read,
-    content_of_cell,
-    is_compiled,
-    links_of,
-    own,
-    reads_in,
-    reads_of,
-)
+from thunder_cg.step.reads import GROWING, Called, Read, is_compiled, reads_in, reads_of
 from thunder_cg.step.snapshot import Snapshot, Undo, undos_of
 
 _MOST_LINES = 3  # of those that name a container

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from thunder_cg.step.facts import ATOMS, fact_of
-from thunder_cg.step.reads import may_change
+from thunder_cg.step.packages import may_change
 
 _PLAIN = {tuple, list, dict}
 
