@@ -160,7 +160,7 @@ def test_calls_in_flight_are_not_disturbed():
             for loss in losses:
                 loss.backward()
     same_state(plain, graphed)
-    reasons = {reason for program in programs(graphed) for reason in program.fallbacks}
+    reasons = {reason for program in programs(graphed) for reason in program.counts.fallbacks}
     assert any(reason.endswith("besides what other calls still use") for reason in reasons)
     before = [program.regions[0].stats.replays for program in programs(graphed)]
     for _ in range(20):

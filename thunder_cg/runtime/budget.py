@@ -37,7 +37,7 @@ class ProgramBudget:
         """Why what the call is to warm up or capture does not fit. The arenas are not asked each time."""
         if not self._arenas.have_budget:
             return None
-        if call.program.calls >= self._ask_again_at:
+        if call.program.counts.calls >= self._ask_again_at:
             self._ask_for_room(call, self.needed)
             call.began_empty = call.memory.nbytes() == 0
         return self._no_room
@@ -67,6 +67,6 @@ class ProgramBudget:
             call.arenas(), self._regions[0].device, self.captures_pay, expected, call.recording
         )
         if self._no_room is not None:
-            self._ask_again_at = call.program.calls + self._pause
+            self._ask_again_at = call.program.counts.calls + self._pause
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)
             self._pair.discarded = 0

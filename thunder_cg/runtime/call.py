@@ -80,15 +80,15 @@ class Call:
         if mode is not Mode.REPLAY:
             self.began = time.perf_counter()
         if mode is Mode.WARMUP:
-            self.program.warm_ups += 1
-            self.program.eager_calls += 1
+            self.program.counts.warm_ups += 1
+            self.program.counts.eager_calls += 1
         return self
 
     def run_eagerly(self, reason: SkipReason, *, strict: bool = True) -> Call:
         """Regions run their ops from here on, because of ``reason``, which is counted; an error if ``strict=True``."""
         self.switch_to(Mode.EAGER)
         self.why_eager = self.why_eager or reason
-        self.program.eager_calls += 1
+        self.program.counts.eager_calls += 1
         self.program.count_fallback(reason)
         if strict:
             self.program.raise_if_strict(reason)

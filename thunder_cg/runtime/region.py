@@ -6,7 +6,6 @@ import time
 import warnings
 from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ from thunder_cg.errors import CaptureError, CaptureRefused, DisagreementWarning,
 from thunder_cg.runtime import skip_reasons
 from thunder_cg.runtime.backend import sentinels
 from thunder_cg.runtime.call import Call, Mode
+from thunder_cg.runtime.counts import Stats
 from thunder_cg.runtime.early_outputs import CopiedEarly, EarlyCopier
 from thunder_cg.runtime.failures import failing_op, is_out_of_memory, listed, note, sentence
 from thunder_cg.runtime.guards import Guard, OverlapGuard
@@ -40,19 +40,6 @@ _MAX_ATTEMPTS = 3  # warm-ups and captures that may fail for a reason that can p
 _SAME_CALLS = 'make the same calls on all ranks, or capture all but the collectives with capture_collectives="never"'
 _ZERO_GRAD = "call zero_grad() before one rank calls alone: it held gradients, and so has to capture anew; or "
 _DENY = "deny the operator with deny=[...]"
-
-
-@dataclass(slots=True)
-class Stats:
-    """Counts of one region. Bytes are those of the last recording, per call."""
-
-    captures: int = 0
-    replays: int = 0
-    eager_runs: int = 0
-    bytes_in: int = 0
-    bytes_out: int = 0
-    verified: int = 0
-    capture_seconds: float = 0.0  # of all captures, on the host
 
 
 class RuntimeRegion:
