@@ -15,7 +15,7 @@ import types
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -126,6 +126,14 @@ def place_of_read(read: Read) -> tuple[Place, ...]:
     """Where the value is that a name leads to now; none if that is not known."""
     *_, last = (None,) if read.path is None else (None, *places_of(read.path))
     return (last,) if last is not None and last.get() is read.get() else ()
+
+
+class CarriedPlace(NamedTuple):
+    """Where a value is carried."""
+
+    label: str
+    place: Place
+    fact: Layout
 
 
 @dataclass(frozen=True)

@@ -242,7 +242,7 @@ class StepState:
         if not self.holds():
             return None
         values = self.carried_values()
-        are_alike = [value.fact for value in values] == [fact for _, _, fact in self.carried]
+        are_alike = [value.fact for value in values] == [each.fact for each in self.carried]
         tensors = [tensor for value in values for tensor in value.tensors]
         return tensors if are_alike and same_tensors(tensors) == self._same_carried else None
 
@@ -353,7 +353,8 @@ class StepState:
 
     def carried_values(self) -> list[Carried]:
         """What is carried by now."""
-        values = (Carried.of(place.get(), self._device_type) for _, place, _ in self.carried if place.is_there())
+        places = (each.place for each in self.carried if each.place.is_there())
+        values = (Carried.of(place.get(), self._device_type) for place in places)
         return [value for value in values if value is not None]
 
     def carried_tensors(self) -> list[Tensor]:
