@@ -53,6 +53,8 @@ def chains(code: types.CodeType) -> Mapping[Chain, int]:
     """What the code and the functions in it load or store, in the order of the code, each with a line.
 
     It is the first one that names it and stores an attribute, an item or a variable, if one does, else the first one.
+    Of ``cfg = self.cfg; return cfg.scale * a.b`` it is ``self.cfg``, ``self.cfg.scale`` and the attribute ``b`` of the
+    global ``a``; of ``from a.b import c`` the attribute ``c`` of the module ``a.b``.
     """
     found: dict[Chain, list[int]] = {}
     stores = {line for name, _, line, _ in instructions(code) if name in _STORES}

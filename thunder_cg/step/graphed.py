@@ -301,7 +301,7 @@ class GraphedStep:
                 problem = f"autocast is entered outside of the step, where it may keep {weight} as it was cast before"
                 raise CaptureRefused(f"{problem}; enter it in the step alone")
             if (objection := self._communicates[call.layout].objection) is not None:
-                raise RanksDiffer(objection[0], may_pass=objection[1])
+                raise RanksDiffer(objection.why, may_pass=objection.may_pass)
             could_replay = known is not None
             if votes.ask(_BEFORE, self.name, could_replay=could_replay) and known is not None:
                 return self._replay(known, known.state.carried_tensors(), call)

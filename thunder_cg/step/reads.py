@@ -97,59 +97,74 @@ def reads_of(fn: Callable[..., Any], modules: Iterable[nn.Module] = (), called: 
         modules: that it uses without naming them.
         called: more functions that it is known to call.
     """
-    found: dict[Any, Read] = {}
-    seen: set[Any] = set()
-    rooted: set[int] = set()  # modules of which all attributes are facts
-    compiled: set[Any] = set()  # places that compiled functions read
-    waiting: list[tuple[Any, bool]] = [(each, False) for each in (*called, *modules, fn)]  # the last comes first
-    while waiting:
-        next_fn, in_compiled = waiting.pop()
-        in_compiled = in_compiled or is_compiled(next_fn)
-        if isinstance(next_fn, nn.Module):
-            rooted.update(map(id, next_fn.modules()))
-            below = compiled_modules(next_fn)
-            for module in next_fn.modules():
+    search = _Search((*called, *modules, fn))
+    while search.waiting:
+        search.look_into(*search.waiting.pop())
+    return _with_names(search.found, search.compiled)
+
+
+class _Search:
+    """What functions read, and which functions they call, which are looked into as well.
+
+    Attributes:
+        waiting: functions and modules, the next one last, and whether what is compiled calls them.
+        found: the reads, by their places.
+        compiled: places that compiled functions read.
+    """
+
+    def __init__(self, functions: Iterable[Any]) -> None:
+        self.waiting = [(each, False) for each in functions]
+        self.found: dict[Any, Read] = {}
+        self.compiled: set[Any] = set()
+        self._seen: set[Any] = set()
+        self._rooted: set[int] = set()  # modules of which all attributes are facts
+
+    def look_into(self, value: Any, in_compiled: bool) -> None:
+        in_compiled = in_compiled or is_compiled(value)
+        if isinstance(value, nn.Module):
+            self._rooted.update(map(id, value.modules()))
+            below = compiled_modules(value)
+            for module in value.modules():
                 if (forward := _forward_of(module)) is not None:
-                    waiting.append((Called(forward, module), in_compiled or id(module) in below))
-        if isinstance(bound := _compiled_from(next_fn) or next_fn, partial):
+                    self.waiting.append((Called(forward, module), in_compiled or id(module) in below))
+        if isinstance(bound := _compiled_from(value) or value, partial):
             name = getattr(_function_of(bound)[0], "__name__", "partial")
-            found.setdefault((id(bound), "partial"), Read(name, partial(value_of, bound, ())))
-        function, owner = next_fn if isinstance(next_fn, Called) else _function_of(next_fn)
-        waiting += ((each, in_compiled) for each in _decorated(next_fn, owner))
-        if function is None or (key := (function.__code__, *_outside_of(function, owner), in_compiled)) in seen:
-            continue
-        seen.add(key)
+            self.found.setdefault((id(bound), "partial"), Read(name, partial(value_of, bound, ())))
+        function, owner = value if isinstance(value, Called) else _function_of(value)
+        self.waiting += ((each, in_compiled) for each in _decorated(value, owner))
+        if function is None or (key := (function.__code__, *_outside_of(function, owner), in_compiled)) in self._seen:
+            return
+        self._seen.add(key)
         of_package = is_installed(function.__code__.co_filename)  # see Note [Packages]
-        for place, read in reads_in(function, owner, id(owner) in rooted):
-            value = read.get()
-            is_method = isinstance(value, _METHODS) and not isinstance(value.__self__, types.ModuleType)
-            if of_package and (value is MISSING or not (is_method or is_data(value))):
-                continue  # of which there are many
-            read = replace(read, only_grows=read.only_grows and not in_compiled)
-            called_function, _ = _function_of(value)
-            runs = called_function is not None and not is_installed(called_function.__code__.co_filename)
-            if runs or isinstance(value, nn.Module):
-                waiting.append((value, in_compiled))
-            if in_compiled:
-                compiled.update((place, (place, "owner")))
-            owner_read = replace(
-                read,
-                label=read.label.rpartition(".")[0] or read.label,
-                get=partial(_owner_of, read.get),
-                path=read.path and (read.path[0], read.path[1][:-1]),
-            )
-            if read.only_grows:
-                found.setdefault((place, "number"), read)
-            elif _grows_a_list(value) and not in_compiled:
-                found.setdefault((place, "list"), replace(owner_read, only_grows=True))
-            elif is_method:
-                found.setdefault((place, "owner"), replace(owner_read, is_owner=runs, is_code=True))
-                if not of_package:
-                    found.setdefault(place, replace(read, get=partial(_method_of, read.get), is_code=True))
-            else:
-                is_constant_name = isinstance(value, (types.ModuleType, type)) and not may_change(value)
-                found.setdefault(place, replace(read, is_code=is_constant_name or is_function(value)))
-    return _with_names(found, compiled)
+        for place, read in reads_in(function, owner, id(owner) in self._rooted):
+            self._add(place, read, in_compiled, of_package)
+
+    def _add(self, place: Any, read: Read, in_compiled: bool, of_package: bool) -> None:
+        """Adds a read of a function: of a method what it is bound to, and which method it is."""
+        value = read.get()
+        is_method = isinstance(value, _METHODS) and not isinstance(value.__self__, types.ModuleType)
+        if of_package and (value is MISSING or not (is_method or is_data(value))):
+            return  # of which there are many
+        read = replace(read, only_grows=read.only_grows and not in_compiled)
+        function, _ = _function_of(value)
+        runs = function is not None and not is_installed(function.__code__.co_filename)
+        if runs or isinstance(value, nn.Module):
+            self.waiting.append((value, in_compiled))
+        if in_compiled:
+            self.compiled.update((place, (place, "owner")))
+        label, path = read.label.rpartition(".")[0] or read.label, read.path and (read.path[0], read.path[1][:-1])
+        of_owner = replace(read, label=label, get=partial(_owner_of, read.get), path=path)
+        if read.only_grows:
+            self.found.setdefault((place, "number"), read)
+        elif _grows_a_list(value) and not in_compiled:
+            self.found.setdefault((place, "list"), replace(of_owner, only_grows=True))
+        elif is_method:
+            self.found.setdefault((place, "owner"), replace(of_owner, is_owner=runs, is_code=True))
+            if not of_package:
+                self.found.setdefault(place, replace(read, get=partial(_method_of, read.get), is_code=True))
+        else:
+            is_constant_name = isinstance(value, (types.ModuleType, type)) and not may_change(value)
+            self.found.setdefault(place, replace(read, is_code=is_constant_name or is_function(value)))
 
 
 def _decorated(value: Any, owner: Any) -> Iterator[Called]:

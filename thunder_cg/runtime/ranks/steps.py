@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
 
 from thunder_cg.compat import distributed
 from thunder_cg.compat.distributed import ProcessGroup
@@ -19,6 +20,13 @@ from thunder_cg.runtime.ranks.groups import common_counters, counters, state_of
 from thunder_cg.runtime.skip_reasons import GROUP_IS_GONE
 
 _runs_a_step = threading.RLock()
+
+
+class Objection(NamedTuple):
+    """Why no graph of a step is to hold what it communicates, with the fix."""
+
+    why: str
+    may_pass: bool = False  # whether another thread may have done it
 
 
 class StepCall:
@@ -30,13 +38,13 @@ class StepCall:
 
     Attributes:
         groups: oldest first.
-        objection: why no graph of the step is to hold that, with the fix; and whether another thread may have done it.
+        objection: to a graph of the step that holds that.
     """
 
     def __init__(self, device_type: str = "", issued: Sequence[tuple[ProcessGroup, Mapping[str, int]]] = ()) -> None:
         self._device_type, self._issued = device_type, issued
         self.groups: list[ProcessGroup] = []
-        self.objection: tuple[str, bool] | None = None
+        self.objection: Objection | None = None
 
     def look(self) -> None:
         """Finds what it has communicated in by now."""
@@ -65,7 +73,8 @@ def call_of_step(device_type: str, votes: Round | None = None, *, is_capture: bo
         return
     if not _runs_a_step.acquire(blocking=False):
         yield (call := StepCall())
-        call.objection = "another thread runs a step, so it is not known what this one communicates", True
+        problem = "another thread runs a step, so it is not known what this one communicates"
+        call.objection = Objection(problem, may_pass=True)
         return
     call = StepCall(device_type, [(group, distributed.progress(group)) for group in groups])
     try:
@@ -84,15 +93,15 @@ def call_of_step(device_type: str, votes: Round | None = None, *, is_capture: bo
         _runs_a_step.release()
 
 
-def _objection(group: ProcessGroup, kinds: Set[str], device_type: str) -> tuple[str, bool] | None:
-    """As `StepCall.objection`, to what has been communicated in a group, on these kinds of devices."""
+def _objection(group: ProcessGroup, kinds: Set[str], device_type: str) -> Objection | None:
+    """That to what has been communicated in a group, on these kinds of devices."""
     if state_of(group).is_closed:
-        return GROUP_IS_GONE.problem, False
+        return Objection(GROUP_IS_GONE.problem)
     if state_of(group).keep_eager:
         problem = 'a module that communicates in the same group was compiled with capture_collectives="never"'
-        return f"{problem}; compile it without that option", False
+        return Objection(f"{problem}; compile it without that option")
     if "cpu" in kinds and device_type != "cpu":  # as gloo does, on behalf of a GPU, too
-        return f"it communicates on the CPU, and its graph is on {device_type}; do that outside of the step", True
-    if (found := distributed.capture_problem(group, device_type)) is not None:
-        return "; ".join(found), False
-    return None
+        problem = f"it communicates on the CPU, and its graph is on {device_type}"
+        return Objection(f"{problem}; do that outside of the step", may_pass=True)
+    found = distributed.capture_problem(group, device_type)
+    return None if found is None else Objection("; ".join(found))
