@@ -24,6 +24,7 @@ class Schedules(Transform):
     def transform_trace_post_optimization(self, trace, **kwargs):
         new = schedule_collectives(trace)
         found = {"before": symbols(trace), "after": symbols(new)}
+        found |= {"copies before": copies(trace), "copies after": copies(new)}
         self.found.append({**found, "peak before": peak(trace), "peak after": peak(new)})
         return new
 
@@ -33,6 +34,11 @@ def symbols(trace):
         (s.sym.name.removeprefix("python_"), names(s.flat_proxy_args), names(s.flat_proxy_outs))
         for s in trace.bound_symbols
     ]
+
+
+def copies(trace):
+    """How many all-reduces copy what they are given."""
+    return sum("all_reduce" in s.sym.name and s.args[-1] is False for s in trace.bound_symbols)
 
 
 def names(proxies):

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from thunder_cg.analysis import classify, coalescing, collectives, pieces
 from thunder_cg.analysis.aliasing import Aliasing
-from thunder_cg.analysis.collectives import Movable, Scheduler, waits_before_writes
+from thunder_cg.analysis.collectives import Movable, Scheduler, needless_copies, waits_before_writes
 from thunder_cg.analysis.dependencies import dependencies
 from thunder_cg.analysis.pieces import compute_in_pieces
 
@@ -167,6 +167,31 @@ def test_what_differs_is_not_one_launch(trace):
     t.op("torch_all_reduce_prim_impl", "p7", "x7", symbol=Bound((group,)))  # it waits at once: no future
     ops = t.done()
     assert coalescing.coalesced(ops.ops, ops.values) == [[0, 1], [2], [3, 4], [5], [6], [7]]
+
+
+def test_which_reductions_need_no_copy(trace):
+    """Those of what an op, or a fusion that keeps its results apart, has made for them alone."""
+    t, group = trace(), ProcessGroup(0, 2)
+
+    def reduced(name, waits=False, in_place=False):
+        args = (name, DistributedReduceOps.SUM, group, not waits, in_place)
+        made = f"r{name}" if waits else f"f{name}"
+        t.op("torch_all_reduce_prim_impl", name, made, symbol=Bound(args))
+        return len(t.ops) - 1
+
+    t.op("mul", "x y", "a").op("mul", "x y", "b").op("mul", "x y", "e").op("permute", "e", "g").op("mul", "x y", "h")
+    inside = (t.make("mul", "x y", "o"), t.make("mul", "x y", "q"))
+    t.op(None, "x y", "o q", executor="inductor", is_fusion=True, subs=inside)
+    t.op(None, "x y", "s", executor="torchcompile", is_fusion=True, subs=(t.make("mul", "x y", "s"),)).mine("x", "u")
+    needless = [reduced("a"), reduced("o")]
+    for name in ("b", "x", "g", "h", "h", "s", "u"):  # read, an argument, a view, twice, another fuser, unknown
+        reduced(name)
+    t.op("mul", "x y", "k").op("mul", "x y", "l")
+    reduced("k", waits=True), reduced("l", in_place=True), reduced("q")  # q is returned
+    t.op("mul", "b b", "v").op("mul", "b e", "w")
+    call(t, "wait", "fa", "z").op("permute", "z", "m").returns("m v w q")
+    ops = t.done()
+    assert needless_copies(ops, Aliasing.of(ops)) == needless
 
 
 def test_reductions_follow_their_gradient_and_waits_come_last(trace):
@@ -408,6 +433,10 @@ def test_a_backward_of_ddp_reduces_while_it_computes(runs):
         if at + 1 in reductions:  # the division comes right behind its input, and right before the reduction
             assert set(after[at][1]) <= set(after[at - 1][2])
             assert after[at + 1][1] == after[at][2]
+
+
+def test_gradients_are_reduced_in_place(runs):
+    assert [runs[0]["ddp"][1][f"copies {when}"] for when in ("before", "after")] == [6, 0]
 
 
 def test_small_reductions_of_ddp_are_coalesced(runs):

@@ -153,7 +153,7 @@ def test_the_caller_gets_pytorchs_strides(last, device):
         y = F.conv2d(x, weight)
         return [y, y.sum(2), y.mean((2, 3), keepdim=True).expand_as(y)]
 
-    fusion = Fusion("Inductor0", Kernels(fn), [0, 1, 2], [], False)
+    fusion = Fusion("Inductor0", Kernels(fn), [0, 1, 2], [], False, [])
     formats = torch.contiguous_format, torch.channels_last
     fusion._run = lambda *args: [fn(*args)[0].to(memory_format=formats[not last]), *fn(*args)[1:]]
     for count in (4, 5, 4):
@@ -163,6 +163,23 @@ def test_the_caller_gets_pytorchs_strides(last, device):
             results = fusion(x, weight)
         for found, expected in zip(results, fn(x, weight)):
             assert torch.equal(found, expected) and found.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("communicated", [[], [0, 1, 2, 3]])
+def test_what_a_collective_takes_has_memory_of_its_own(communicated, device):
+    """Inductor returns equal results as one tensor."""
+
+    def fn(x):
+        return [x.sum(0) / 2, x.sum(0) / 2, x * 1, torch.ones_like(x).sum(0)]
+
+    x = torch.randn(3, 4, device=device)
+    fusion = Fusion("Inductor0", Kernels(fn), None, [], False, communicated)
+    fusion._run = lambda x: [*fn(x)[:1] * 2, x, torch.full((1,), 3.0, device=device).expand(4)]
+    results = fusion(x)
+    for found, expected in zip(results, fn(x), strict=True):
+        assert torch.equal(found, expected)
+    addresses = {x.data_ptr(), *(each.data_ptr() for each in results)}
+    assert len(addresses) == (5 if communicated else 3) and results[3].is_contiguous() == bool(communicated)
 
 
 def test_gradients_of_weights_have_their_strides(device):

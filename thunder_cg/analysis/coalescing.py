@@ -20,7 +20,8 @@ from thunder_cg.compat.thunder import DistributedReduceOps
 # much. Larger launches would begin later, so less of them would run beside compute.
 _COALESCED = 8 << 20
 _GATHERS = frozenset({"torch_all_gather_prim_impl"})
-_REDUCTIONS = frozenset({"torch_all_reduce_prim_impl", "torch_reduce_scatter_prim_impl"})
+ALL_REDUCE = "torch_all_reduce_prim_impl"
+_REDUCTIONS = frozenset({ALL_REDUCE, "torch_reduce_scatter_prim_impl"})
 _EXCHANGE = "collectives_all_to_all"
 
 

@@ -1,4 +1,7 @@
-"""Order the collectives of a trace so that they overlap with compute: issued early, waited for late, few at a time."""
+"""Order the collectives of a trace so that they overlap with compute: issued early, waited for late, few at a time.
+
+All-reduces write what they are given, where nothing else needs it.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from thunder_cg.analysis.aliasing import Aliasing
-from thunder_cg.analysis.coalescing import coalesced_kind, fit_together, nbytes, of_parallelism
+from thunder_cg.analysis.coalescing import ALL_REDUCE, coalesced_kind, fit_together, nbytes, of_parallelism
 from thunder_cg.analysis.dependencies import dependencies
-from thunder_cg.analysis.ops import Ops, read
+from thunder_cg.analysis.ops import Op, Ops, read
+from thunder_cg.analysis.rules import executor_rule
 from thunder_cg.compat import thunder as compat
 
 # Bytes of gathers that are issued ahead of their first use, and of reductions that nobody has waited for yet. A link of
@@ -38,7 +42,7 @@ _IN_FLIGHT = 64 << 20
 
 
 def schedule_collectives(trace: compat.TraceCtx) -> compat.TraceCtx:
-    """The trace with its asynchronous collectives and their waits moved, and nothing else changed.
+    """The trace with its asynchronous collectives and their waits moved, and without needless copies of what they take.
 
     Args:
         trace: a forward or backward trace, as ``transform_trace_post_optimization`` gets it.
@@ -52,7 +56,10 @@ def schedule_collectives(trace: compat.TraceCtx) -> compat.TraceCtx:
     if order != sorted(order):
         ops = read(trace := in_order(trace, ops, order))
         aliasing = Aliasing.of(ops)
-    scheduled = compat.del_last_used(in_order(trace, ops, Scheduler(Movable(ops, aliasing)).run()))
+    moved = in_order(trace, ops, Scheduler(Movable(ops, aliasing)).run())
+    copies = {id(ops.ops[index].symbol) for index in needless_copies(ops, aliasing)}
+    moved.bound_symbols = [_in_place(each) if id(each) in copies else each for each in moved.bound_symbols]
+    scheduled = compat.del_last_used(moved)
     scheduled.set_provenance(compat.TraceProvenance("Schedule of collectives"))
     return scheduled
 
@@ -62,6 +69,37 @@ def in_order(trace: compat.TraceCtx, ops: Ops, order: list[int]) -> compat.Trace
     moved = compat.from_trace(trace)
     moved.bound_symbols = [ops.ops[index].symbol for index in order]
     return moved
+
+
+def needless_copies(ops: Ops, aliasing: Aliasing) -> list[int]:
+    """The indices of all-reduces that copy what they are given, and could write it instead.
+
+    Thunder (0.2.6) has them copy where `ddp` is applied to what `thunder.jit` returns: one kernel for each gradient.
+    They need no copy of what an op has made that nothing else reads and that shares memory with nothing. Of a fusion,
+    only its executor knows that: equal results may be one tensor.
+    """
+    readers = Counter(name for op in ops.ops for name in op.inputs)
+    members: defaultdict[str, list[str]] = defaultdict(list)
+    for name, alias_set in aliasing.sets.items():
+        members[alias_set].append(name)
+
+    def is_needless(op: Op) -> bool:
+        if op.id != ALL_REDUCE or len(op.symbol.args) != 5 or op.symbol.args[3:] != (True, False):
+            return False  # it waits, or writes in place
+        (given,) = op.inputs
+        maker = ops.made_by.get(given)
+        if maker is None or maker.index in aliasing.opaque or readers[given] > 1:
+            return False
+        if maker.is_fusion and not executor_rule(maker.executor).keeps_communicated_apart:
+            return False
+        shares = (ops.made_by.get(name) for name in members[aliasing.sets[given]] if name != given)
+        return all(other is not None and other.index >= op.index for other in shares)
+
+    return [op.index for op in ops.ops if is_needless(op)]
+
+
+def _in_place(all_reduce: compat.BoundSymbol) -> compat.BoundSymbol:
+    return all_reduce.from_bsym(args=(*all_reduce.args[:-1], True))  # skip_clone
 
 
 def waits_before_writes(ops: Ops, aliasing: Aliasing) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 
 from thunder_cg.analysis.sources import users_level
 from thunder_cg.compat import thunder as compat
+from thunder_cg.compat.tensors import storage_id
 from thunder_cg.compat.torch_compile import CompileError, TooManyLayouts, free_layouts, strides_of_results
-from thunder_cg.runtime.tensors import extent
+from thunder_cg.runtime.tensors import extent, is_dense
 
 
 class Kernels:
@@ -42,21 +44,40 @@ class Fusion:
         returned: of a stretch whose layouts Inductor may choose, the positions of the results that the caller gets.
         written: the positions of the arguments whose memory it writes.
         refuses_leaves: whether PyTorch refuses that where autograd accumulates a gradient for one of them.
+        communicated: the positions of the results that a collective takes, which may write them. Each has memory of its
+            own: Inductor returns results that are equal as one tensor, and may return an argument.
 
     Attributes:
         failure: why Inductor could not compile it, so that it runs operator by operator; None if it could.
     """
 
     def __init__(
-        self, name: str, kernels: Kernels, returned: Sequence[int] | None, written: Sequence[int], refuses_leaves: bool
+        self,
+        name: str,
+        kernels: Kernels,
+        returned: Sequence[int] | None,
+        written: Sequence[int],
+        refuses_leaves: bool,
+        communicated: Sequence[int],
     ) -> None:
         self._written, self._refuses_leaves = frozenset(written), refuses_leaves
+        self._communicated = communicated
         self.__name__ = name
         self._in_torch, self._run, self._returned = kernels.in_torch, kernels.compiled, returned
         self._strides: dict[Any, Sequence[Any]] = {}  # of the results that the caller gets, by layouts of the arguments
         self.failure: str | None = None
 
     def __call__(self, *args: Any) -> Any:
+        results = self._run_checked(args)
+        if self._communicated:
+            results = [*results]
+            sharing = Counter(storage_id(each) for each in (*args, *results) if isinstance(each, torch.Tensor))
+            for i in self._communicated:
+                if sharing[storage_id(results[i])] > 1 or not is_dense(results[i]):
+                    results[i] = results[i].clone()
+        return results
+
+    def _run_checked(self, args: Sequence[Any]) -> Any:
         if self._written:
             if _overlap(args, self._written):
                 return self._run_in_torch(args, "it writes an argument that shares memory with another one")

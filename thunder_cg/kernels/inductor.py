@@ -88,6 +88,7 @@ class InductorExecutor(compat.TorchCompileExecutor):
             returned if has_free_layouts else None,
             facts.written(inputs, symbols),
             any(inner.kwargs.get("grad_enabled") for inner in _walk(symbols)),
+            facts.communicated(outputs),
         )
         return compat.BoundSymbol(symbol, inputs, {}, outputs, symbols, _call_ctx={name: fusion})
 
@@ -109,6 +110,7 @@ class _TraceFacts:
         self._captured = _captured(ops, aliasing)
         self._written = frozenset().union(*aliasing.writes)  # alias sets
         self._returned = frozenset(ops.ops[-1].inputs)  # gradients included
+        self._communicated = frozenset(name for op in ops.ops if op.communicates for name in op.inputs)
         symbols = [ops.ops[index].symbol for index in self._order]
         self._makers = {proxy.name: symbol for symbol in symbols for proxy in symbol.flat_proxy_outs}
         # By address, which no other symbol has as long as the trace is there.
@@ -131,6 +133,10 @@ class _TraceFacts:
     def returned(self, outputs: Sequence[compat.Proxy]) -> list[int]:
         """The positions of those that the trace returns."""
         return [i for i, proxy in enumerate(outputs) if proxy.name in self._returned]
+
+    def communicated(self, outputs: Sequence[compat.Proxy]) -> list[int]:
+        """The positions of those that a collective takes."""
+        return [i for i, proxy in enumerate(outputs) if proxy.name in self._communicated]
 
     def share_memory(
         self, symbols: Iterable[compat.BoundSymbol], inputs: Iterable[compat.Proxy], returned: Sequence[compat.Proxy]
@@ -176,13 +182,18 @@ class _TraceFacts:
         - What is expensive.
         - What makes a value that an expensive operator and another one take, as the sum at the end of a residual block.
           It is in memory in any case, and to compute it the backward would go through all blocks.
+        - What a normalization makes for an expensive operator: the backward would write it to memory once more. That is
+          so of an activation, too, but those are larger: in a GPT, to keep them takes twice as much and gains a third.
         """
         expensive = {id(each) for each in symbols if each.sym.name in _EXPENSIVE or compat.has_tags(each, {_ONCE})}
         users: dict[str, list[int]] = {}
         for symbol in symbols:
             for name in {proxy.name for proxy in symbol.flat_proxy_args}:
                 users.setdefault(name, []).append(id(symbol))
-        in_memory = {name for name, of in users.items() if len(of) > 1 and not expensive.isdisjoint(of)}
+        normalized = {p.name for each in symbols if each.sym.id == normalization.apply.id for p in each.flat_proxy_outs}
+        in_memory = {
+            name for name, of in users.items() if (len(of) > 1 or name in normalized) and not expensive.isdisjoint(of)
+        }
         return [
             each
             for each in symbols
