@@ -119,9 +119,9 @@ class CudagraphTransform(compat.Transform):
     def __repr__(self) -> str:
         """Python that makes one alike: the reproducers that ``thunderfx`` saves have it, and import Thunder alone."""
         fields = type(self.options).__dataclass_fields__.values()
-        given = {f.name: getattr(self.options, f.name) for f in fields if getattr(self.options, f.name) != f.default}
-        names = {name: sorted(map(str, value)) for name, value in given.items() if name in ("allow", "deny")}
-        passed = ", ".join(f"{name}={value!r}" for name, value in {**given, **names}.items())
+        changed = {f.name: getattr(self.options, f.name) for f in fields if getattr(self.options, f.name) != f.default}
+        names = {name: sorted(map(str, value)) for name, value in changed.items() if name in ("allow", "deny")}
+        passed = ", ".join(f"{name}={value!r}" for name, value in {**changed, **names}.items())
         return f"__import__('thunder_cg').cudagraph_transform({passed})"
 
     def transform_module(self, model: compat.ThunderModule) -> None:
@@ -159,10 +159,10 @@ class CudagraphTransform(compat.Transform):
         # The forward whose calls the backward continues. One without regions, or that saves nothing, has ended them.
         continued = forward if forward is not None and forward.regions and _gets_saved(computation_trace) else None
         planned = self._plan(computation_trace, forward)
-        taken = taken_names(computation_trace)
+        names = taken_names(computation_trace)
         compilation = forward.compilation if forward is not None else self._joined()
-        program = self._program(planned, continued, taken, compilation)
-        trace = Emitter(computation_trace, planned, program, continued, taken).emit()
+        program = self._program(planned, continued, names, compilation)
+        trace = Emitter(computation_trace, planned, program, continued, names).emit()
         if compat.TraceTag.BACKWARD not in computation_trace.tags:
             self._compiling.forward = (computation_trace.names, weakref.ref(program))
         took = int((time.perf_counter() - start) * 1000)

@@ -86,13 +86,13 @@ def needless_copies(ops: Ops, aliasing: Aliasing) -> list[int]:
     def is_needless(op: Op) -> bool:
         if op.id != ALL_REDUCE or len(op.symbol.args) != 5 or op.symbol.args[3:] != (True, False):
             return False  # it waits, or writes in place
-        (given,) = op.inputs
-        maker = ops.made_by.get(given)
-        if maker is None or maker.index in aliasing.opaque or readers[given] > 1:
+        (gradient,) = op.inputs
+        maker = ops.made_by.get(gradient)
+        if maker is None or maker.index in aliasing.opaque or readers[gradient] > 1:
             return False
         if maker.is_fusion and not executor_rule(maker.executor).keeps_communicated_apart:
             return False
-        shares = (ops.made_by.get(name) for name in members[aliasing.sets[given]] if name != given)
+        shares = (ops.made_by.get(name) for name in members[aliasing.sets[gradient]] if name != gradient)
         return all(other is not None and other.index >= op.index for other in shares)
 
     return [op.index for op in ops.ops if is_needless(op)]
@@ -228,11 +228,11 @@ class Movable:
         return found
 
     def _of_arguments(self) -> set[int]:
-        given: list[bool] = []
+        needs_only_arguments: list[bool] = []
         for index, before in enumerate(self.before):
             moves_or_unpacks = index in self.early or self.ops.ops[index].bookkeeping
-            given.append(moves_or_unpacks and all(given[other] for other in before))
-        return {index for index in self.waits if given[index] and self.has_use(index)}
+            needs_only_arguments.append(moves_or_unpacks and all(needs_only_arguments[other] for other in before))
+        return {index for index in self.waits if needs_only_arguments[index] and self.has_use(index)}
 
 
 @dataclass

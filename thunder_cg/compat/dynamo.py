@@ -170,9 +170,9 @@ def inputs_of(graph: torch.fx.Graph, earlier: Iterable[GraphInputs]) -> GraphInp
     tensors = [value for value, node in values if isinstance(value, torch.Tensor) and not _is_float(node)]
     shapes = tuple(tuple(size if isinstance(size, int) else None for size in each.shape) for each in tensors)
     code = compiling.frame_id if compiling is not None else None
-    given = (getattr(node.meta.get("grapharg"), "example", None) for _, node in values)
-    if any(hasattr(each, "_dynamo_dynamic_range") for each in given):  # by `mark_dynamic`, which allows no such guard
-        earlier = ()
+    examples = (getattr(node.meta.get("grapharg"), "example", None) for _, node in values)
+    if any(hasattr(each, "_dynamo_dynamic_range") for each in examples):
+        earlier = ()  # `mark_dynamic` has set that, which allows no such guard
     left = {each.shapes for each in earlier if each.code == code and _leave(tensors, each.shapes)}
     return GraphInputs(-1 if code is None else code, free, shapes, frozenset(left))
 

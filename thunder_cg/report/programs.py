@@ -160,8 +160,8 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
         outside += outside_of(label, graph)
         breaks += graph_breaks(label, graph)
     breaks += breaks_without_graph(name_of(original(fn)), fn, backend)
-    made = counting.counts[0] if (counting := that_counts(fn)) is not None else 0
-    without_graph = made - sum(ran)  # negative if a call has several graphs, or calls are not counted
+    counted = counting.counts[0] if (counting := that_counts(fn)) is not None else 0
+    without_graph = counted - sum(ran)  # negative if a call has several graphs, or calls are not counted
     python_calls = max(0, without_graph) if len(ran) == len(backend.subgraph_infos) else 0
     reached = [*recompile_limits(fn, backend)] if without_graph else []
     limits = tuple(each for each in reached if python_calls or each.reason)

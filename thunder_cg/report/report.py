@@ -287,15 +287,15 @@ def profile(fn: Any, /, *args: Any, **kwargs: Any) -> Report:
 
 
 def _unmatched(programs: Sequence[Program]) -> tuple[tuple[str, str, str | None], ...]:
-    given = {option: {n for p in programs for n in getattr(p.options, option)} for option in ("allow", "deny")}
+    names = {option: {n for p in programs for n in getattr(p.options, option)} for option in ("allow", "deny")}
     split = {name: parts for program in programs for name, parts in program.split_operators.items()}
-    missing = unmatched(given, (program.ops for program in programs), split)
+    missing = unmatched(names, (program.ops for program in programs), split)
     return tuple((option, shown(name), instead) for option, name, instead in missing)
 
 
 def _trace(located: Located, times: Times) -> TraceReport:
     program = located.program
-    taken = f"later calls take {located.successor}, which is for more sizes or numbers" if located.successor else None
+    later = f"later calls take {located.successor}, which is for more sizes or numbers" if located.successor else None
     return TraceReport(
         function=located.function,
         entry=located.entry,
@@ -308,7 +308,7 @@ def _trace(located: Located, times: Times) -> TraceReport:
         warm_up_seconds=program.counts.warm_up_seconds,
         fast_path_calls=program.counts.fast_path_calls,
         no_fast_path=program.no_fast_path,
-        remark="; ".join(filter(None, [program.counts.remark, taken])) or None,
+        remark="; ".join(filter(None, [program.counts.remark, later])) or None,
         fallbacks=dict(program.counts.fallbacks),
         arena_bytes=sum(arena.nbytes() for arena in program.pair.arenas()),
         collectives=collectives(program),

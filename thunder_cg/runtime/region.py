@@ -342,13 +342,13 @@ class RuntimeRegion:
         Warm-ups and captures see plain tensors where calls have parameters: a fusion that torch.compile guards by the
         type of its inputs would otherwise be compiled again in the middle of a capture.
         """
-        taken = detached(args, self.written)
+        inputs = detached(args, self.written)
         for i in in_pool:
-            taken[i] = call.owned[self.input_names[i]]
+            inputs[i] = call.owned[self.input_names[i]]
         given_up = [call.owned.pop(name) for name in [n for n in call.owned if n not in self.io.alive]]
         kept = call.recording.owned.values() if call.recording is not None else ()
-        call.memory.forget(given_up, [*(taken[i] for i in in_pool), *call.owned.values(), *kept])
-        return taken
+        call.memory.forget(given_up, [*(inputs[i] for i in in_pool), *call.owned.values(), *kept])
+        return inputs
 
     def _aliased_inputs(self, taken: Sequence[Any], in_pool: frozenset[int]) -> list[AliasedInput]:
         """The arguments outside of the arena that results may be views of."""

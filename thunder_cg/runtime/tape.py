@@ -477,9 +477,9 @@ class TapePool:
         """The system's allocator needs no help."""
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        made = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        self._given.discard(storage_id(made))  # of a storage that has gone
-        return made
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        self._given.discard(storage_id(tensor))  # of a storage that has gone
+        return tensor
 
     def warm_up(self, fn: Function, args: Sequence[Any]) -> Sequence[Any]:
         generator = torch.get_rng_state()
@@ -519,8 +519,8 @@ class TapePool:
             if tape.may_draw:  # other threads draw from it, too
                 torch.set_rng_state(generator)
         calls = [step for step in tape.steps if isinstance(step, _RecordedCall)]
-        made = [tensor for call in calls for _, tensor in call.results]
-        self._note_made(made)
+        results = [tensor for call in calls for _, tensor in call.results]
+        self._note_made(results)
         targets = copied_out(outputs) if copied_out is not None else ()
         self._captures += 1
         later = partial(self._storages, self._captures)
@@ -551,8 +551,8 @@ class TapePool:
         _poison([storage])
 
     def owned(self, tensors: Tensors) -> Set[int]:
-        made = self._storages()
-        return {storage_id(tensor) for tensor in tensors if tensor.untyped_storage().data_ptr() in made}
+        storages = self._storages()
+        return {storage_id(tensor) for tensor in tensors if tensor.untyped_storage().data_ptr() in storages}
 
     def disown(self, tensors: Tensors) -> None:
         """The CPU's allocator never hands owned memory out."""

@@ -92,12 +92,12 @@ class Batch:
         """
         found = iter(tensors)
         leaves = [next(found) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        places = [*map(place_of, given)]
+        passed = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        places = [*map(place_of, passed)]
         tree = self.structure.tree
         args, kwargs = (leaves, {}) if tree is None else tree_unflatten(leaves, tree)
         result = fn(*args, **kwargs)
-        for tensor, before in zip(given, places):
+        for tensor, before in zip(passed, places):
             if tensor.requires_grad or vars(tensor) or place_of(tensor) != before:
                 fix = "take another tensor of its content, as in x = x.detach().requires_grad_()"
                 raise CaptureRefused(f"the step changes {_name(tensor, leaves, self.structure)}; {fix}")

@@ -598,11 +598,11 @@ def _forget_oldest(by_layout: dict[Any, Any]) -> None:
 
 def _detached(result: Any) -> Any:
     """The result as a replay returns it: without a history. One tensor stays one."""
-    made: dict[int, Tensor] = {}
+    detached: dict[int, Tensor] = {}
     leaves, tree = tree_flatten(result, is_size)
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
-            leaves[i] = made.setdefault(id(leaf), leaf.detach())
+            leaves[i] = detached.setdefault(id(leaf), leaf.detach())
     return tree_unflatten(leaves, tree)
 
 

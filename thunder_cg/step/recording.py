@@ -288,8 +288,8 @@ class _Body:
         if _storages(leaves[structure.num_leaves :]) & _storages(each.grad for each in self._state.parameters):
             raise CaptureRefused(_IS_GRADIENT)
         self.results = _storages(leaves[: structure.num_leaves])
-        made = {id(leaf): self._to_leave(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
-        return [made.get(id(leaf), leaf) for leaf in leaves]
+        results = {id(leaf): self._to_leave(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+        return [results.get(id(leaf), leaf) for leaf in leaves]
 
     def _to_leave(self, tensor: Tensor) -> Tensor:
         """What a replay gives for a tensor: one object for each, since Python may ask whether two are one."""
@@ -311,12 +311,12 @@ class _Body:
         aliases = iter(self._aliases)
         buffers = [[*islice(aliases, len(value.tensors))] for value in values]
         self._aliases.clear()  # one that the step keeps elsewhere would be found
-        given = [value.with_tensors(tensors) for value, tensors in zip(values, buffers)]
+        stand_ins = [value.with_tensors(tensors) for value, tensors in zip(values, buffers)]
         had = [each.place.get() for each in carried]
-        for each, value in zip(carried, given):
+        for each, value in zip(carried, stand_ins):
             each.place.put(value)
         yield left
-        for (label, place, _), before, then, value, tensors in zip(carried, had, values, given, buffers):
+        for (label, place, _), before, then, value, tensors in zip(carried, had, values, stand_ins, buffers):
             now, is_given = Carried.of(left_there := place.get(), self._state.device.type), left_there is value
             place.put(before)
             self._found_or_left += [value] if is_given else [value, left_there]
