@@ -412,26 +412,26 @@ class GraphedStep:
             kept = 0 if self._groups(layout) else self._max_recordings - 1  # ranks may not find the same one
             self._ready[layout] = [ready, *self._ready.pop(layout, ())[:kept]]
             _forget_oldest(self._ready)
+            is_new_shape = reason.startswith(_SHAPE)
+            if not (is_new_shape or reason.startswith(_FIRST)):
+                self._count_unstable(reason, fix or fix_if_repeated(reason))
+            elif is_new_shape and len(self._ready) == _MAX_UNSTABLE and not self.captures:
+                self._warn(reason)
+            return result
+        fix = fix_of_moved(moved) if moved else fix_of_change(str(change), state.facts, self._roots, in_step=True)
+        found = self._state() if is_new else state
+        change = moved or str(change)
+        change += state.line_of(change) if fix or fix_if_repeated(change) else ""
+        if fix and not moved:
+            fix += also_changed(change, before, now, state.facts, self._roots, state.line_of)
+        # A hook is the cause, maybe. What changes once, as the first step's state does, is not what is in the way.
+        objection = found.hooked or (None if fix else found.objection)
+        self.in_python -= Counter([reason])
+        self.in_python[objection or f"{change}, in the step{fix or of_first_step(change)}"] += 1
+        if objection is not None:
+            self._refuse(layout, state.facts, objection)
         else:
-            fix = fix_of_moved(moved) if moved else fix_of_change(str(change), state.facts, self._roots, in_step=True)
-            found = self._state() if is_new else state
-            change = moved or str(change)
-            change += state.line_of(change) if fix or fix_if_repeated(change) else ""
-            # A hook is the cause, maybe. What changes once, as the first step's state does, is not what is in the way.
-            objection = found.hooked or (None if fix else found.objection)
-            if fix and not moved:
-                fix += also_changed(change, before, now, state.facts, self._roots, state.line_of)
-            self.in_python -= Counter([reason])
-            once = of_first_step(change) if not fix else ""
-            self.in_python[objection or f"{change}, in the step{fix or once}"] += 1
-            if objection is not None:
-                self._refuse(layout, state.facts, objection)
-                return result
-        is_new_shape = reason.startswith(_SHAPE)
-        if change is not None or not (is_new_shape or reason.startswith(_FIRST)):
-            self._count_unstable(change or reason, fix or fix_if_repeated(change or reason))
-        elif is_new_shape and len(self._ready) == _MAX_UNSTABLE and not self.captures:
-            self._warn(reason)
+            self._count_unstable(change, fix or fix_if_repeated(change))
         return result
 
     def _what_is_new(self, layout: Any, known: _Ready | None, state: StepState) -> tuple[str, str]:
