@@ -133,7 +133,7 @@ def forget(jfn: Any) -> None:
     for program in programs(jfn):
         program.pair.recordings, program.pair.moves = [], Moves()
         program._warm.clear()
-        program.fallbacks.clear()
+        program.counts.fallbacks.clear()
         for region in program.regions:
             region.failure, region.failed_attempts, region.stays_eager = None, 0, False
     gc.collect()

@@ -143,7 +143,7 @@ def replays(jfn: Any) -> int:
 
 def fast_path_calls(jfn: Any) -> int:
     """How many calls went around Thunder's dispatch."""
-    return sum(program.fast_path_calls for program in programs(jfn))
+    return sum(program.counts.fast_path_calls for program in programs(jfn))
 
 
 def no_fast_path(jfn: Any) -> list[str | None]:

@@ -502,7 +502,7 @@ def test_a_warm_up_cannot_begin(pair, backend, fail, trace):
             twins.arm[trace] = lambda switch=switch, fault=fault: switch.arm(fault)
             twins.call()
             assert switch.hits == 1
-            (said,) = [s for s in programs(twins.graphed)[trace].fallbacks if "could not be warmed up" in s]
+            (said,) = [s for s in programs(twins.graphed)[trace].counts.fallbacks if "could not be warmed up" in s]
             assert reason in said and programs(twins.graphed)[trace].regions[0].name in said
             assert said in str(explain(twins.graphed))
             before = replays(twins.graphed)
@@ -572,7 +572,7 @@ def test_a_launch_is_refused(pair, monkeypatch, fail, backend, model, trains):
                 twins.call()
                 assert launches.allow() >= 1
                 said = "captured" if calls == 1 else "replayed"
-                found = programs(twins.graphed)[trace].fallbacks
+                found = programs(twins.graphed)[trace].counts.fallbacks
                 assert any(f"could not be {said}: " in s and re.search("out.of.memory", s, re.I) for s in found), found
                 assert any(s in str(explain(twins.graphed)) for s in found)
                 before = replays(twins.graphed)
@@ -600,7 +600,9 @@ def test_no_memory_for_the_results_of_a_replay(pair, fail, device, model, trains
             assert sum(switch.hits for switch in allocations) >= 1
             for switch in allocations:
                 switch.disarm()
-            assert any("could not be replayed: OutOfMemoryError" in s for s in programs(twins.graphed)[trace].fallbacks)
+            assert any(
+                "could not be replayed: OutOfMemoryError" in s for s in programs(twins.graphed)[trace].counts.fallbacks
+            )
             before = replays(twins.graphed)
             twins.after()
             assert replays(twins.graphed) == before + 2 * len(regions(twins.graphed))

@@ -155,7 +155,7 @@ def test_a_fallback_is_a_line_and_its_cause_one_warning(lines: Any) -> None:
         forward, backward = [line for line in lines() if ": eager: " in line[1]]
         assert forward[0] == ("WARNING" if i == 0 else "INFO") and "saved-tensor hooks are active" in forward[1]
         assert "; at test_logging.py:" in forward[1]
-        assert forward[1].endswith(f", {skip_reasons.FIXES[skip_reasons.HOOKS]}")
+        assert forward[1].endswith(f", {skip_reasons.HOOKS.fix}")
         assert backward == (
             "INFO",
             f"Sequential, backward, call {i + 1}: eager: the forward of this backward ran eagerly",

@@ -68,7 +68,11 @@ def test_a_backward_whose_saved_state_was_replaced_runs_eagerly(transform, devic
         _, (tensors, others) = entry.computation_fn(x)
         same(expected, tuple(entry.backward_fn([[*tensors], [*others]], [gradient])))
     forward, backward = programs(jfn)
-    assert backward.fallbacks == {skip_reasons.NO_FORWARD: 3} and backward.calls == 4 and not forward.fallbacks
+    assert (
+        backward.counts.fallbacks == {skip_reasons.NO_FORWARD.problem: 3}
+        and backward.counts.calls == 4
+        and not forward.counts.fallbacks
+    )
     same(expected, torch.autograd.grad(jfn(x), x, gradient))
 
 

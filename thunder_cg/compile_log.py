@@ -92,12 +92,12 @@ class NamedOperators:
         Args:
             before: the trace before Thunder has transformed it, if that is known.
         """
-        given = {option: getattr(self._options, option) - self._checked for option in ("allow", "deny")}
-        named = given["allow"] | given["deny"]
+        names = {option: getattr(self._options, option) - self._checked for option in ("allow", "deny")}
+        named = names["allow"] | names["deny"]
         if before is not None:
             self._split.update(split_operators(named, before, ops))
         registered = {str(id_) for executor in executors for id_ in getattr(executor, "opmap", ())}
-        missing = unmatched(given, [ops], self._split)
+        missing = unmatched(names, [ops], self._split)
         # A name of an operator that another trace may have is no mistake.
         wrong = [
             each

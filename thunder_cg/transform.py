@@ -19,7 +19,8 @@ import torch
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.causes import refuse_eager_ops
 from thunder_cg.analysis.classify import UserRules, classify, shown
-from thunder_cg.analysis.collectives import coalesced, of_parallelism, schedule_collectives
+from thunder_cg.analysis.coalescing import coalesced, of_parallelism
+from thunder_cg.analysis.collectives import schedule_collectives
 from thunder_cg.analysis.gradients import WrongGradient, lost_or_unsummed, overwritten, put_off, returned
 from thunder_cg.analysis.lost import constant, lost, uncalled, unrepeated
 from thunder_cg.analysis.ops import Ops, names_in, process_groups, read
@@ -51,12 +52,12 @@ from thunder_cg.fastpath.prologue import PrologueChecks, with_one_check
 from thunder_cg.fastpath.sharing import told_apart
 from thunder_cg.options import Options, taken_from
 from thunder_cg.report.programs import made_by, refuse_compiled
-from thunder_cg.runtime.agreement import SameOptions
 from thunder_cg.runtime.arena import Arenas
 from thunder_cg.runtime.backends import PlanningBackend, resolve
 from thunder_cg.runtime.compilation import Compilation, compiling, name_of, note_compile_failure
 from thunder_cg.runtime.functions import hash_function, region_function
 from thunder_cg.runtime.program import Program, SharedState, program_of
+from thunder_cg.runtime.ranks.same_options import SameOptions
 from thunder_cg.runtime.region import RuntimeRegion
 from thunder_cg.verify import ReplayVerifier
 
@@ -118,9 +119,9 @@ class CudagraphTransform(compat.Transform):
     def __repr__(self) -> str:
         """Python that makes one alike: the reproducers that ``thunderfx`` saves have it, and import Thunder alone."""
         fields = type(self.options).__dataclass_fields__.values()
-        given = {f.name: getattr(self.options, f.name) for f in fields if getattr(self.options, f.name) != f.default}
-        names = {name: sorted(map(str, value)) for name, value in given.items() if name in ("allow", "deny")}
-        passed = ", ".join(f"{name}={value!r}" for name, value in {**given, **names}.items())
+        changed = {f.name: getattr(self.options, f.name) for f in fields if getattr(self.options, f.name) != f.default}
+        names = {name: sorted(map(str, value)) for name, value in changed.items() if name in ("allow", "deny")}
+        passed = ", ".join(f"{name}={value!r}" for name, value in {**changed, **names}.items())
         return f"__import__('thunder_cg').cudagraph_transform({passed})"
 
     def transform_module(self, model: compat.ThunderModule) -> None:
@@ -158,10 +159,10 @@ class CudagraphTransform(compat.Transform):
         # The forward whose calls the backward continues. One without regions, or that saves nothing, has ended them.
         continued = forward if forward is not None and forward.regions and _gets_saved(computation_trace) else None
         planned = self._plan(computation_trace, forward)
-        taken = taken_names(computation_trace)
+        names = taken_names(computation_trace)
         compilation = forward.compilation if forward is not None else self._joined()
-        program = self._program(planned, continued, taken, compilation)
-        trace = Emitter(computation_trace, planned, program, continued, taken).emit()
+        program = self._program(planned, continued, names, compilation)
+        trace = Emitter(computation_trace, planned, program, continued, names).emit()
         if compat.TraceTag.BACKWARD not in computation_trace.tags:
             self._compiling.forward = (computation_trace.names, weakref.ref(program))
         took = int((time.perf_counter() - start) * 1000)

@@ -12,7 +12,7 @@ import torch
 from thunder.core.transform_common import Transform
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from thunder_cg.analysis import collectives
+from thunder_cg.analysis import coalescing
 from thunder_cg.analysis.collectives import schedule_collectives
 from thunder_cg.analysis.ops import read
 
@@ -62,9 +62,9 @@ def model():
 
 def run(rank):
     torch.distributed.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
-    found, coalesced = {}, collectives._COALESCED
+    found, coalesced = {}, coalescing._COALESCED
     for name in ("ddp", "ddp, each launched by itself", "fsdp"):
-        collectives._COALESCED = 0 if "by itself" in name else 2**23
+        coalescing._COALESCED = 0 if "by itself" in name else 2**23
         schedules = Schedules()
         compiled = thunder.jit(model(), transforms=[schedules])
         if name.startswith("ddp"):
@@ -73,7 +73,7 @@ def run(rank):
             compiled = thunder.distributed.fsdp(compiled, device=torch.device("cpu"))
         compiled(torch.randn(4, 8, requires_grad=True)).sum().backward()
         found[name] = schedules.found
-    collectives._COALESCED = coalesced
+    coalescing._COALESCED = coalesced
     torch.distributed.destroy_process_group()
     return json.loads(json.dumps(found))
 

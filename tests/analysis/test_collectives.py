@@ -15,9 +15,9 @@ import pytest
 from thunder.distributed.prims import DistributedReduceOps
 from torch.distributed import ProcessGroup
 
-from thunder_cg.analysis import classify, collectives, pieces
+from thunder_cg.analysis import classify, coalescing, collectives, pieces
 from thunder_cg.analysis.aliasing import Aliasing
-from thunder_cg.analysis.collectives import Scheduler, needless_copies, waits_before_writes
+from thunder_cg.analysis.collectives import Movable, Scheduler, needless_copies, waits_before_writes
 from thunder_cg.analysis.dependencies import dependencies
 from thunder_cg.analysis.pieces import compute_in_pieces
 
@@ -32,7 +32,7 @@ def order(t):
     """The outputs of the ops in the order of the schedule; ``end`` for the return."""
     ops = t.done()
     return " ".join(
-        ops.ops[i].outputs[0] if ops.ops[i].outputs else "end" for i in Scheduler(ops, Aliasing.of(ops)).run()
+        ops.ops[i].outputs[0] if ops.ops[i].outputs else "end" for i in Scheduler(Movable(ops, Aliasing.of(ops))).run()
     )
 
 
@@ -132,12 +132,12 @@ def test_a_fuser_cuts_where_the_least_is_needed_on_both_sides(trace, monkeypatch
 )
 def test_small_collectives_of_a_kind_are_one_launch(trace, monkeypatch, kind, ranks, launches):
     """Three of 4 bytes fit in one launch. More than two ranks sum in an order that depends on how much is summed."""
-    monkeypatch.setattr(collectives, "_COALESCED", 12)
+    monkeypatch.setattr(coalescing, "_COALESCED", 12)
     t, bound = trace(), Bound((ProcessGroup(0, ranks), DistributedReduceOps.SUM))
     for i in range(4):
         t.op(f"torch_{kind}_prim_impl", f"p{i}", f"f{i}", symbol=bound)
     ops = t.done()
-    assert len(collectives.coalesced(ops.ops, ops.values)) == launches
+    assert len(coalescing.coalesced(ops.ops, ops.values)) == launches
 
 
 @pytest.mark.parametrize("nbytes", [1 << 10, 1 << 20])
@@ -166,7 +166,7 @@ def test_what_differs_is_not_one_launch(trace):
     t.op("torch_all_gather_prim_impl", "p6", "f6", symbol=Bound((group,)))
     t.op("torch_all_reduce_prim_impl", "p7", "x7", symbol=Bound((group,)))  # it waits at once: no future
     ops = t.done()
-    assert collectives.coalesced(ops.ops, ops.values) == [[0, 1], [2], [3, 4], [5], [6], [7]]
+    assert coalescing.coalesced(ops.ops, ops.values) == [[0, 1], [2], [3, 4], [5], [6], [7]]
 
 
 def test_which_reductions_need_no_copy(trace):
@@ -368,7 +368,7 @@ def test_schedules_are_legal(trace, monkeypatch, limit):
     for seed in range(300):
         ops = random_trace(trace, random.Random(seed)).done()
         aliasing = Aliasing.of(ops)
-        found = Scheduler(ops, aliasing).run()
+        found = Scheduler(Movable(ops, aliasing)).run()
         assert sorted(found) == list(range(len(ops.ops))) and found[-1] == len(ops.ops) - 1
         position = {index: at for at, index in enumerate(found)}
         for later, before in enumerate(dependencies(ops, aliasing, collectives_in_order=False)):
@@ -384,15 +384,15 @@ def test_schedules_are_legal(trace, monkeypatch, limit):
 @pytest.mark.parametrize("make", [ddp, fsdp])
 def test_a_schedule_is_scheduled_as_it_is(trace, make):
     ops = make(trace()).done()
-    found = [ops.ops[i] for i in Scheduler(ops, Aliasing.of(ops)).run()]
+    found = [ops.ops[i] for i in Scheduler(Movable(ops, Aliasing.of(ops))).run()]
     again = replace(ops, ops=tuple(replace(op, index=at) for at, op in enumerate(found)))
-    assert Scheduler(again, Aliasing.of(again)).run() == list(range(len(found)))
+    assert Scheduler(Movable(again, Aliasing.of(again))).run() == list(range(len(found)))
 
 
 def test_a_long_backward_is_scheduled_fast(trace):
     t = ddp(trace(), 1000)
     ops, start = t.done(), time.perf_counter()
-    Scheduler(ops, Aliasing.of(ops)).run()
+    Scheduler(Movable(ops, Aliasing.of(ops))).run()
     assert time.perf_counter() - start < 5.0
 
 

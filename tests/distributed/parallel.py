@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from thunder_cg import cudagraph_transform, executors, explain
 from thunder_cg.compat import distributed
-from thunder_cg.runtime import agreement
+from thunder_cg.runtime.ranks import groups
 from thunder_cg.runtime.tape import TapePool
 
 WIDTH = 16
@@ -180,10 +180,10 @@ def summary(compiled: Any) -> list[dict[str, Any]]:
 def forget_meetings() -> None:
     """Of earlier tests, with longer periods; and their time-outs, after which a rank waits for less than it needs."""
     world = torch.distributed.group.WORLD
-    agreement._state(world).timeouts = 0
-    for clock in (*agreement._common_clocks(), agreement._state(world)):
-        clock.meeting, clock.next_request, clock.pause = 0, 0, 1
-        distributed.store(world).set(clock.key_of_meeting(), "0")
+    groups.state_of(world).timeouts = 0
+    for counter in (*groups.common_counters(), groups.state_of(world)):
+        counter.meeting, counter.next_request, counter.pause = 0, 0, 1
+        distributed.store(world).set(counter.key_of_meeting(), "0")
 
 
 def pool_class() -> type:

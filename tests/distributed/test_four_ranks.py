@@ -16,8 +16,6 @@ from torch import distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 
-from thunder_cg.runtime import agreement
-
 
 @pytest.fixture(scope="module", params=["cpu", "cuda"])
 def four(request: pytest.FixtureRequest) -> Iterator[Ranks]:
@@ -110,7 +108,7 @@ def meets(train: Callable[..., Any], lost: int) -> tuple[int, list[int]]:
     mesh = init_device_mesh(parallel.device().type, (2, 2), mesh_dim_names=("column", "row"))
     groups = mesh["row"].get_group(), mesh["column"].get_group()
     parallel.forget_meetings()
-    with patch.multiple(agreement, _TIMEOUT=1.0, _MEETING_TIMEOUT=10.0, _PERIOD=8, _MEETING=8):
+    with patch.multiple("thunder_cg.runtime.ranks.groups", _TIMEOUT=1.0, _MEETING_TIMEOUT=10.0, _PERIOD=8, _MEETING=8):
         (theirs, _), (ours, counts) = (train(lost, *groups, captures=captures) for captures in (False, True))
     return parallel.differing(ours, theirs), counts
 

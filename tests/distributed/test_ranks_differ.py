@@ -41,7 +41,7 @@ def what_runs(builder: str, what: str, options: dict[str, Any]) -> dict[str, Any
     build = parallel.BUILDERS[builder]
     theirs = _train(build(), what)
     compiled = build(parallel.transform(**options))
-    with patch("thunder_cg.runtime.agreement._TIMEOUT", 0.5), patch_capture(what):
+    with patch("thunder_cg.runtime.ranks.groups._TIMEOUT", 0.5), patch_capture(what):
         ours = _train(compiled, what)
     traces = parallel.explain(compiled).to_dict()["traces"]
     regions = [each for trace in traces for each in trace["regions"]]
@@ -111,11 +111,11 @@ def meets(builder: str) -> dict[str, Any]:
     """Rank 1 keeps the gradients of a step, which are in memory of its graphs, so that it has to capture anew."""
     import parallel
 
-    from thunder_cg.runtime import agreement
+    from thunder_cg.runtime.ranks import groups
 
     found, kept = [], []
     parallel.forget_meetings()
-    with patch.multiple(agreement, _TIMEOUT=1.0, _MEETING_TIMEOUT=10.0, _PERIOD=12, _MEETING=8):
+    with patch.multiple(groups, _TIMEOUT=1.0, _MEETING_TIMEOUT=10.0, _PERIOD=12, _MEETING=8):
         for graphs in ([], [parallel.transform()]):
             compiled, values = parallel.BUILDERS[builder](*graphs), []
             for step in range(24):
@@ -340,7 +340,7 @@ def compiles_anew() -> tuple[int, list[str]]:
         transforms = [DDPTransform(torch.distributed.group.WORLD, 25.0, None), *graphs]
         compiled = thunder.jit(parallel.model(), transforms=transforms)
         found.append(parallel.train(compiled, 3))
-        with patch("thunder_cg.runtime.agreement._TIMEOUT", 0.5):
+        with patch("thunder_cg.runtime.ranks.groups._TIMEOUT", 0.5):
             if parallel.RANK() == 1:
                 compiled = thunder.jit(compiled._model, transforms=transforms)
             found[-1] += parallel.train(compiled, 3)

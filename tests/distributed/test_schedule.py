@@ -17,7 +17,7 @@ import torch
 from ranks import Ranks
 
 from thunder_cg import dump_dot, explain
-from thunder_cg.analysis import collectives
+from thunder_cg.analysis import coalescing, collectives
 from thunder_cg.compat import distributed
 from thunder_cg.runtime.tape import TapeBackend
 
@@ -38,7 +38,7 @@ def same_bits(builder: str, in_flight: int, at_once: int):
         def transform_trace_post_optimization(self, trace, **kwargs):
             new = collectives.schedule_collectives(trace)
             ops = read(new)
-            launches = [[ops.ops[i] for i in launch] for launch in collectives.coalesced(ops.ops, ops.values)]
+            launches = [[ops.ops[i] for i in launch] for launch in coalescing.coalesced(ops.ops, ops.values)]
             sizes = [
                 [max(ops.values[name].nbytes for name in op.names) for op in launch]
                 for launch in launches
@@ -53,7 +53,8 @@ def same_bits(builder: str, in_flight: int, at_once: int):
 
     build, shared = parallel.BUILDERS[builder], "tensor" in builder
     theirs = parallel.reference(builder, 5, 1)
-    with mock.patch.multiple(collectives, _IN_FLIGHT=in_flight, _COALESCED=at_once):
+    limit = mock.patch.object(collectives, "_IN_FLIGHT", in_flight)
+    with limit, mock.patch.object(coalescing, "_COALESCED", at_once):
         schedules = Schedules()
         ours = parallel.train(build(schedules, parallel.transform()), 5, shared=shared)
     return parallel.differing(ours, theirs), schedules.found
@@ -149,7 +150,7 @@ def beside(builder: str) -> list[tuple[list[bool], list[bool]]]:
     import parallel
 
     found = []
-    with mock.patch.object(collectives, "_COALESCED", 0):
+    with mock.patch.object(coalescing, "_COALESCED", 0):
         compiled = parallel.BUILDERS[builder](parallel.transform())
         parallel.train(compiled, 3)
         for trace in explain(compiled).traces:

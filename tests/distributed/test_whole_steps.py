@@ -42,8 +42,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thunder_cg import explain, graphed_step
 from thunder_cg.compat import distributed
-from thunder_cg.runtime import agreement
-from thunder_cg.runtime.agreement import StepCall
+from thunder_cg.runtime.ranks import groups
+from thunder_cg.runtime.ranks.steps import StepCall
 
 nightly = pytest.mark.nightly
 _OBSERVED = {"the first call of its kind: what the step does is noted": 1}
@@ -178,7 +178,7 @@ def meets(what: str) -> dict[str, list[Any]]:
             if what == "is released" and wrap is graphed and is_other and i == 6:
                 step.release()
             batch = 3 + i % 2 if what == "other batches" and is_other else 4
-            with patch.multiple(agreement, _TIMEOUT=1.0, _MEETING_TIMEOUT=10.0, _PERIOD=5, _MEETING=4):
+            with patch.multiple(groups, _TIMEOUT=1.0, _MEETING_TIMEOUT=10.0, _PERIOD=5, _MEETING=4):
                 loss = step(parallel.tokens(i, batch=batch)).clone()
                 loss.item()  # so neither rank runs ahead
                 values += [loss, *state_of(model)]
@@ -220,8 +220,8 @@ def what_runs(what: str, steps: int = 10) -> dict[str, Any]:
                     held.append(next(model.parameters()).grad)
                 watched = Watched() if what == "is watched" and is_other and i in (2, 6) else nullcontext()
                 batch = 3 if what == "uneven batches" and is_other and i % 3 == 2 else 4
-                patience = 0.25 if i > 4 else agreement._TIMEOUT  # both have captured, and rank 1 waits in vain
-                with watched, patch.object(agreement, "_TIMEOUT", patience):
+                patience = 0.25 if i > 4 else groups._TIMEOUT  # both have captured, and rank 1 waits in vain
+                with watched, patch.object(groups, "_TIMEOUT", patience):
                     values += [step(parallel.tokens(i, batch=batch)).clone(), *state_of(model)]
         found.append(values)
     after = graphed(step_of_own(parallel.model()))
@@ -335,7 +335,7 @@ def counts_less(uncounted: Sequence[int]) -> tuple[int, dict[str, int]]:
 
     model = parallel.model()
     step = graphed(step_of_own(model))
-    with patch.multiple(agreement, _TIMEOUT=1.0, _SHORTEST=1.0):
+    with patch.multiple(groups, _TIMEOUT=1.0, _SHORTEST=1.0):
         for i in range(14):
             if i < uncounted[parallel.RANK()]:
                 for parameter in model.parameters():

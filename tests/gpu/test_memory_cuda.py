@@ -196,7 +196,7 @@ def test_a_budget_is_kept(quiet):
                 same(plain(x), jitted(x))
                 assert transform._shared.arenas.nbytes() <= budget, (at, megabytes)
     assert replays(jitted) > 20
-    reasons = [reason for program in programs(jitted) for reason in program.fallbacks]
+    reasons = [reason for program in programs(jitted) for reason in program.counts.fallbacks]
     assert reasons and all(reason.startswith("memory_budget is 100,663,296 bytes, and its") for reason in reasons)
 
 

@@ -23,8 +23,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from thunder_cg import cudagraph_transform
 from thunder_cg.compat import distributed
 from thunder_cg.errors import OptionsDiffer, RanksDiffer
-from thunder_cg.runtime import agreement
-from thunder_cg.runtime.agreement import Collectives, Round, SameOptions, call_of_step
+from thunder_cg.runtime.ranks import agreement, groups as ranks_groups
+from thunder_cg.runtime.ranks.agreement import Collectives, Round
+from thunder_cg.runtime.ranks.groups import meets, state_of
+from thunder_cg.runtime.ranks.same_options import SameOptions
+from thunder_cg.runtime.ranks.steps import call_of_step
 
 
 class Group:
@@ -63,7 +66,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> HashStore:
     monkeypatch.setattr(distributed, "ranks", lambda group: [*range(group.size())])
     issued = count()
     monkeypatch.setattr(distributed, "progress", lambda group: {"cpu": next(issued)})
-    monkeypatch.setattr(agreement, "_TIMEOUT", 0.02)
+    monkeypatch.setattr(ranks_groups, "_TIMEOUT", 0.02)
     monkeypatch.setattr(agreement, "_CAPTURE_TIMEOUT", 0.03)
     return made
 
@@ -109,7 +112,7 @@ def test_a_rank_that_is_always_first_to_look_catches_up(
     store: HashStore, group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is one call behind. When it looks, the other rank has given this call up, and is about to ask for the next."""
-    monkeypatch.setattr(agreement, "_TIMEOUT", 5.0)
+    monkeypatch.setattr(ranks_groups, "_TIMEOUT", 5.0)
     collectives, other = Collectives([group], asks=True, watch=watched), Other(store)
     for number in (1, 2):
         other.says(number, "before", "late: rank 0 did not answer")
@@ -146,7 +149,7 @@ def test_a_call_that_raises(
     """Before it has communicated, while another rank waits for it: the next call has its number, if that is known."""
     monkeypatch.setattr(distributed, "progress", lambda group: dict(issued))
     collectives = Collectives([group, other := Group()], asks=True, watch=watched)
-    calls, is_known = agreement._state(other), bool(issued)
+    calls, is_known = state_of(other), bool(issued)
     for _ in range(2):
         collectives.next_round().decline("it warms up")
     assert said(store) == f"{2 - is_known} no: it warms up"
@@ -231,9 +234,9 @@ def test_a_store_that_is_gone(store: HashStore, group: Group, monkeypatch: pytes
     monkeypatch.setattr(distributed, "store", lambda group: SimpleNamespace(set=gone, check=gone, add=gone))
     votes.decline("it warms up")
     votes.withdraw([])
-    monkeypatch.setattr(agreement, "_PERIOD", 1)
-    monkeypatch.delitem(vars(agreement._state(group)), "generation")
-    agreement._state(group).count(None)
+    monkeypatch.setattr(ranks_groups, "_PERIOD", 1)
+    monkeypatch.delitem(vars(state_of(group)), "generation")
+    state_of(group).count(None)
     with pytest.raises(RanksDiffer, match="the store of its group fails: connection reset"):
         votes.ask("before", "subject")
 
@@ -258,7 +261,7 @@ def test_a_fake_group_has_no_other_ranks() -> None:
 
 def test_time_outs_get_short(store: HashStore, group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank that differs does not keep a group from agreeing later."""
-    monkeypatch.setattr(agreement, "_SHORTEST", 0.01)
+    monkeypatch.setattr(ranks_groups, "_SHORTEST", 0.01)
     collectives = Collectives([group], asks=True, watch=watched)
     for seconds in (0.02, 0.01, 0.01):
         with pytest.raises(RanksDiffer, match=f"did not answer within {seconds:g} s") as caught:
@@ -273,14 +276,14 @@ def test_time_outs_get_short(store: HashStore, group: Group, monkeypatch: pytest
 def test_a_group_with_a_short_time_out(store: HashStore, group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other rank may be in a collective, which would fail if this one waited as long for its vote."""
     monkeypatch.setattr(distributed, "timeout", lambda group: 0.08)
-    monkeypatch.setattr(agreement, "_SHORTEST", 0.001)
+    monkeypatch.setattr(ranks_groups, "_SHORTEST", 0.001)
     with pytest.raises(RanksDiffer, match=r"did not answer within 0.01 s"):
         Collectives([group], asks=True, watch=watched).next_round().ask("before", "subject")
 
 
 def test_a_rank_that_has_asked_in_vain_very_often(store: HashStore, group: Group) -> None:
     votes = Collectives([group], asks=True, watch=watched).next_round()
-    agreement._state(group).timeouts = 5000  # half as long so often is less than a float can be
+    state_of(group).timeouts = 5000  # half as long so often is less than a float can be
     with pytest.raises(RanksDiffer, match=r"did not answer within 0.02 s"):
         votes.ask("before", "subject")
 
@@ -289,10 +292,10 @@ def test_after_a_capture(store: HashStore, group: Group, monkeypatch: pytest.Mon
     """All ranks are at the same capture, so they get time for it, and another one is one for ever."""
     monkeypatch.setattr(distributed, "ranks", lambda group: [4, 6])
     votes = Collectives([group], asks=True, watch=watched).next_round()
-    agreement._state(group).timeouts = 9
+    state_of(group).timeouts = 9
     Other(store).says(1, "before", "subject")
     votes.ask("before", "subject")
-    assert agreement._state(group).timeouts == 4  # they are there again, so the next capture gets more time
+    assert state_of(group).timeouts == 4  # they are there again, so the next capture gets more time
     Other(store).says(1, "after", "another")
     with pytest.raises(RanksDiffer, match="rank 6 captures something else") as caught:
         votes.ask("after", "subject")
@@ -305,12 +308,12 @@ def test_after_a_capture(store: HashStore, group: Group, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("others", [[], [Group(1)]], ids=["", "in a mesh with a dimension of one rank"])
 def test_ranks_meet(store: HashStore, group: Group, others: list[Group], monkeypatch: pytest.MonkeyPatch) -> None:
     """After a time-out; those who could replay do so if all could."""
-    monkeypatch.setattr(agreement, "_PERIOD", 4)
-    monkeypatch.setattr(agreement, "_MEETING", 3)
-    monkeypatch.setattr(agreement, "_MEETING_TIMEOUT", 0.01)
+    monkeypatch.setattr(ranks_groups, "_PERIOD", 4)
+    monkeypatch.setattr(ranks_groups, "_MEETING", 3)
+    monkeypatch.setattr(ranks_groups, "_MEETING_TIMEOUT", 0.01)
     collectives, met, asked = Collectives([*others, group], asks=True, watch=watched), [], []
     for call in range(1, 40):
-        if agreement.meets([group]):
+        if meets([group]):
             met.append(call)
             Other(store).says(call, "before", "subject again" if call % 2 else "subject")
             assert collectives.next_round().ask("before", "subject", could_replay=call != 10) is bool(call % 2)
@@ -323,10 +326,10 @@ def test_ranks_meet(store: HashStore, group: Group, others: list[Group], monkeyp
     assert met == [9, 10, 11, 21, 22, 23, 37, 38, 39]
     assert sorted({*asked}) == [8, 20, 36]
     Other(store).says(40, "before", "subject")
-    monkeypatch.setattr(agreement._state(group), "meeting", 50)
+    monkeypatch.setattr(state_of(group), "meeting", 50)
     with pytest.raises(RanksDiffer, match=r"did not answer within 0.01 s"):
         Round([group], asks=True).ask("after", "subject", could_replay=True)
-    assert not agreement.meets([group])
+    assert not meets([group])
 
 
 @pytest.mark.parametrize("is_mesh", [True, False])
@@ -337,19 +340,19 @@ def test_calls_in_several_groups_meet_apart(
     world = Group(4)
     other = Group() if is_mesh else world
     monkeypatch.setattr(distributed, "default_group", lambda: weakref.ref(world))
-    monkeypatch.setattr(agreement, "_PERIOD", 4)
+    monkeypatch.setattr(ranks_groups, "_PERIOD", 4)
     both, alone = (Collectives(groups, asks=True, watch=watched) for groups in ([group, other], [group]))
     backward = Collectives([other], asks=True, watch=watched, together=[group, other])
-    agreement._state(group).meeting = agreement._state(other).meeting = 5
+    state_of(group).meeting = state_of(other).meeting = 5
     assert alone.meets() and not both.meets() and not backward.meets()
     with pytest.raises(RanksDiffer, match="did not answer"):
         both.next_round().ask("before", "subject")
-    assert store.get(agreement._common[world].key_of_meeting()) == b"8"
+    assert store.get(ranks_groups._common[world].key_of_meeting()) == b"8"
     for i in range(7):
         assert not both.meets()
         (both, backward)[i % 2].count_replay()
         alone.count_replay()
-    assert both.meets() and backward.meets() and not alone.meets() and not agreement.meets([])
+    assert both.meets() and backward.meets() and not alone.meets() and not meets([])
 
 
 def test_a_vote_says_what_other_groups_have_said(store: HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,7 +362,7 @@ def test_a_vote_says_what_other_groups_have_said(store: HashStore, monkeypatch: 
     monkeypatch.setattr(distributed, "store", lambda group: stores[groups.index(group)])
     collectives = Collectives(groups, asks=True, watch=watched)
     for could_replay in (True, False):
-        call = agreement._state(groups[0]).calls + 1
+        call = state_of(groups[0]).calls + 1
         for each in map(Other, stores):
             each.says(call, "before", "subject again")
         Other(stores[0]).says(call, "before", "subject" + " again" * could_replay)
@@ -419,8 +422,8 @@ def test_ranks_that_all_count_otherwise(
     store: HashStore, uncounted: Sequence[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each lacks another number of calls, and all agree after they have asked in vain a few times."""
-    monkeypatch.setattr(agreement, "_TIMEOUT", 0.2)
-    monkeypatch.setattr(agreement, "_SHORTEST", 0.1)
+    monkeypatch.setattr(ranks_groups, "_TIMEOUT", 0.2)
+    monkeypatch.setattr(ranks_groups, "_SHORTEST", 0.1)
     monkeypatch.setattr(agreement, "_CAPTURE_TIMEOUT", 10.0)
     ranks = threading.Barrier(len(uncounted))
     groups = [Thread(rank, ranks) for rank in range(len(uncounted))]
@@ -454,15 +457,15 @@ def test_a_function_that_one_rank_has_compiled_alone(
 
     def check(options: dict[str, str], said: str | None = None) -> None:
         if said is not None:
-            store.set(f"thunder_cg/1/options/{agreement._state(group).functions + 1}/1", said)
+            store.set(f"thunder_cg/1/options/{state_of(group).functions + 1}/1", said)
         SameOptions([group], Group(), options, waits=True).check("f")
 
-    agreement._states[group] = agreement._GroupState(group)
+    ranks_groups._states[group] = ranks_groups.GroupState(group)
     check(usual, json.dumps(usual))
     for _ in range(2):
         check(usual)
         assert store.get("thunder_cg/1/options/2/0").decode() == "alone: " + json.dumps(usual)
-    monkeypatch.setattr(agreement, "_TIMEOUT", 60.0)
+    monkeypatch.setattr(ranks_groups, "_TIMEOUT", 60.0)
     check(usual, "alone: " + json.dumps(usual))  # of a rank that has not waited for this one for longer
     with pytest.raises(OptionsDiffer, match=r"rank 1 has run no function .*, in 0.1 s"):
         check(other, "alone: " + json.dumps(usual))
@@ -483,5 +486,5 @@ def test_holders_are_told_before_a_group_goes(group: Group, monkeypatch: pytest.
     holder, other = Holder(), Holder()
     Collectives([group], asks=True, watch=watched).held_by(holder)
     Collectives([Group()], asks=True, watch=watched).held_by(other)
-    agreement._close_holders(group, may_wait=False)
+    ranks_groups.close_holders(group, may_wait=False)
     assert told == [(holder, False)]

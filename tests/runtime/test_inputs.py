@@ -75,5 +75,6 @@ def test_what_a_functional_collective_returns_in_python(twins, device):
     for _ in range(3):
         x = torch.randn(4, 4, device=device)
         same(plain(x), graphed(AsyncCollectiveTensor(x)))
-    why = "input 'x' is a AsyncCollectiveTensor, not a plain tensor; pass what its wait() returns"
-    assert explain(graphed).traces[0].fallbacks == {why: 3}
+    why = "input 'x' is a AsyncCollectiveTensor, not a plain tensor"
+    (trace,) = explain(graphed).traces
+    assert trace.fallbacks == {why: 3} and trace.fixes == {why: "pass what its wait() returns"}

@@ -202,7 +202,7 @@ def test_gradients_are_moved_beside_another_thread(device, pair):
         both(pair, batch(device, i), late)
     forward, _ = programs(pair[1])
     assert replays(pair[1]) >= 4 and not lends(pair[1])
-    assert len(forward.pair.arenas()) == 1 and not forward.fallbacks
+    assert len(forward.pair.arenas()) == 1 and not forward.counts.fallbacks
 
 
 def test_results_of_autograd_grad(device, pair):

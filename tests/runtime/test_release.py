@@ -37,7 +37,7 @@ def alive(references: list[weakref.ref[Any]]) -> int:
 
 def counts(jfn: Any) -> list[tuple[int, int]]:
     """Of each program: warm-ups, and captures of its region."""
-    return [(program.warm_ups, program.regions[0].stats.captures) for program in programs(jfn)]
+    return [(program.counts.warm_ups, program.regions[0].stats.captures) for program in programs(jfn)]
 
 
 def test_all_memory_is_back_and_the_next_calls_are_right(pair, device):

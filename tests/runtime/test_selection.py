@@ -124,20 +124,20 @@ def test_a_region_that_does_not_pay_is_eager_and_the_others_are_captured(
         call()
     (program,) = programs(graphed)
     (recording,) = program.pair.recordings
-    assert program.fallbacks == {skip_reasons.TIMED: _CALLS} and program.warm_ups == 1
+    assert program.counts.fallbacks == {skip_reasons.TIMED.problem: _CALLS} and program.counts.warm_ups == 1
     assert [region.stats.replays for region in program.regions] == [1 + _CALLS] * 3 and not left_eager(graphed)
     assert not program.awaiting_capture and "leaves eager" not in str(explain(graphed))
     gone = [weakref.ref(each) for each in (recording.arena, *(graph.graph for graph in recording.forward.graphs))]
     del recording
     call()  # which decides, and warms up anew
     assert not any(reference() for reference in gone) and len(given_back) == 1
-    assert program.warm_ups == 2 and program.awaiting_capture == 1
+    assert program.counts.warm_ups == 2 and program.awaiting_capture == 1
     for _ in range(AGAIN + 3):
         call()
-    assert program.pair.selection is None and program.warm_ups == 2
+    assert program.pair.selection is None and program.counts.warm_ups == 2
     assert [region.stats.captures for region in program.regions] == [2, 1, 2]
     assert [region.stats.replays for region in program.regions] == [(n := 1 + _CALLS + AGAIN + 3), 1 + _CALLS, n]
-    assert program.fallbacks == {skip_reasons.TIMED: _CALLS}
+    assert program.counts.fallbacks == {skip_reasons.TIMED.problem: _CALLS}
     said = "30.0 µs as a graph, 12.0 µs eagerly; remove what splits its trace, since larger regions pay more"
     assert left_eager(graphed) == {"CUDAGraph2": f'{said}, or capture it with select="all"'}
     report = explain(graphed)
@@ -216,7 +216,7 @@ def test_what_is_left_is_timed_anew_until_all_of_it_pays(clock: Clock) -> None:
         graphed(torch.ones(5))
     (program,) = programs(graphed)
     assert [*left_eager(graphed)] == ["CUDAGraph1", "CUDAGraph2", "CUDAGraph3"]
-    assert program.fallbacks[skip_reasons.DESELECTED] == AGAIN and program.pair.arenas()[0].nbytes() == 0
+    assert program.counts.fallbacks[skip_reasons.DESELECTED.problem] == AGAIN and program.pair.arenas()[0].nbytes() == 0
     report = explain(graphed)
     assert "no region pays" in str(report) and not report.memory.recordings
     (trace,) = report.traces
@@ -317,7 +317,7 @@ def test_inside_of_a_graphed_step_nothing_is_timed() -> None:
     for _ in range(2 * SETTLED):
         graphed(torch.ones(2, 4))
     forward, _ = programs(model)
-    assert graphed.captures == 1 and skip_reasons.TIMED not in forward.fallbacks and not replays(model)
+    assert graphed.captures == 1 and skip_reasons.TIMED.problem not in forward.counts.fallbacks and not replays(model)
 
 
 def test_thunderfx_takes_it_too(clock: Clock) -> None:
@@ -325,7 +325,7 @@ def test_thunderfx_takes_it_too(clock: Clock) -> None:
     for _ in range(SETTLED + 1):
         same(compiled(torch.ones(3)), pieces_of_one(torch.ones(3)))
     (program,) = programs(compiled)
-    assert program.fallbacks == {skip_reasons.TIMED: _CALLS} and program.pair.selection is None
+    assert program.counts.fallbacks == {skip_reasons.TIMED.problem: _CALLS} and program.pair.selection is None
     torch._dynamo.reset()
 
 
@@ -354,7 +354,7 @@ def test_a_backward_without_regions_is_no_reason() -> None:
     for _ in range(3):
         graphed(torch.ones(3, requires_grad=True), torch.ones(3)).sum().backward()
     forward, backward = programs(graphed)
-    assert (len(forward.regions), len(backward.regions)) == (1, 0) and not backward.fallbacks
+    assert (len(forward.regions), len(backward.regions)) == (1, 0) and not backward.counts.fallbacks
 
 
 def test_another_value_is_refused() -> None:
@@ -378,7 +378,7 @@ def test_ranks_time_nothing_as_they_have_to_capture_alike(clock: Clock) -> None:
         model(torch.ones(2, 4)).sum().backward()
     forward, backward = programs(model)
     assert backward.collectives is not None and not left_eager(model)
-    assert replays(model) == 2 * (SETTLED + AGAIN - 1) and not forward.fallbacks
+    assert replays(model) == 2 * (SETTLED + AGAIN - 1) and not forward.counts.fallbacks
     assert 'select="measured" times nothing, because it communicates, and ranks have to capture alike' in str(
         explain(model)
     )

@@ -27,7 +27,7 @@ from thunder_cg.runtime.backends import resolve
 from thunder_cg.step import graphed
 from thunder_cg.step.calls import Calls
 from thunder_cg.step.gradients import GradientsBefore
-from thunder_cg.step.reads import is_installed
+from thunder_cg.step.packages import is_installed
 from thunder_cg.step.recording import StepCapture
 from thunder_cg.step.state import StepState
 
@@ -1207,6 +1207,15 @@ def test_arguments_of_classes_of_the_users(step_twins):
                 same(step(x, rate, mode), x * rate.scale * mode.value.scale)
     assert step.captures == 4 and step.replays == 8, why(step)
     assert re.search(r"argument 1 changed from \('value.scale'.*1.0.* to \('value.scale'.*2.0", why(step)), why(step)
+
+
+def test_arguments_that_are_nested_otherwise(step_twins):
+    step = step_twins.graphed(lambda pairs, *rest: sum(pairs) - sum(rest))
+    a, b = torch.ones(2, device=step_twins.device), torch.full((2,), 2.0, device=step_twins.device)
+    for _ in range(4):
+        same(step((a, b)), a + b)
+        same(step((a,), b), a - b)
+    assert step.captures == 2 and step.replays == 4, why(step)
 
 
 def test_an_argument_with_a_gradient(step_twins):

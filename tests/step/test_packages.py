@@ -14,8 +14,9 @@ from test_step_reads import make_step, state_of
 
 from thunder_cg import explain
 from thunder_cg.runtime.backends import resolve
-from thunder_cg.step import calls, reads
-from thunder_cg.step.reads import is_constant, settings_in
+from thunder_cg.step import calls, packages
+from thunder_cg.step.packages import is_constant
+from thunder_cg.step.reads import settings_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")
 
@@ -135,11 +136,11 @@ def test_packages_in_a_folder_of_their_own(tmp_path, monkeypatch):
     """As ``pip install --target`` makes it, and ``PYTHONPATH`` has it."""
     (tmp_path / "some.dist-info").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    folders = [f"{folder}{os.sep}" for folder in reads._folders_of_packages()]
+    folders = [f"{folder}{os.sep}" for folder in packages._folders_of_packages()]
     assert f"{tmp_path}{os.sep}" in folders
-    monkeypatch.setattr(reads, "_PACKAGES", (*reads._PACKAGES, *folders))
+    monkeypatch.setattr(packages, "_PACKAGES", (*packages._PACKAGES, *folders))
     for file, expected in ((tmp_path / "optree" / "ops.py", True), (tmp_path / "some.py", False)):
-        assert reads.is_installed(str(file)) and is_constant(str(file)) is expected
+        assert packages.is_installed(str(file)) and is_constant(str(file)) is expected
 
 
 def test_the_line_of_a_package_is_named(step_twins, package, backend):

@@ -231,4 +231,4 @@ def test_graphs_of_the_modules_take_no_memory_before_the_step_is_captured(step_t
 
     step = step_twins.train(make, 16, between=lambda i, compiled, fn, batch: fn.update(i))
     assert step.replays >= 10
-    assert not any(program.warm_ups for program in programs(found[1])) and explain(found[1]).memory.pools == 0
+    assert not any(program.counts.warm_ups for program in programs(found[1])) and explain(found[1]).memory.pools == 0

@@ -99,8 +99,9 @@ def _causes(ops: Ops, plan: Plan, op: Op) -> Iterator[Op]:
         if maker is None or maker is op:
             continue
         if _is_here(ops, maker):
-            made = plan.verdicts[maker.index]
-            is_eager = not made.capture and made.reason is not Reason.TOO_SMALL  # which has its result on the device
+            maker_verdict = plan.verdicts[maker.index]
+            # What is too small has its result on the device.
+            is_eager = not maker_verdict.capture and maker_verdict.reason is not Reason.TOO_SMALL
         else:
             is_eager = value.symbolic or value.device not in devices
         from_elsewhere = reason in _ELSEWHERE or (reason is Reason.SYMBOLIC_SHAPE and value.symbolic)

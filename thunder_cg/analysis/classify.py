@@ -377,8 +377,8 @@ class _Classifier:
 
     def is_given_numbers(self, fusion: Op, sub: Op) -> bool:
         """Whether the rules only object to numbers of the operator that its kernels are given."""
-        given = _passed_to_kernels(fusion, sub)
-        return bool(given) and given <= self.kernel_scalars(fusion)
+        passed = _passed_to_kernels(fusion, sub)
+        return bool(passed) and passed <= self.kernel_scalars(fusion)
 
     def returns_known(self, op: Op) -> Cause | None:
         if self.numbers(op.outputs):

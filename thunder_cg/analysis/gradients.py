@@ -183,8 +183,8 @@ def put_off(ops: Ops, aliasing: Aliasing, seen: Collection[str]) -> tuple[WrongG
         ops: of a backward trace.
         seen: names of the forward in memory that its caller sees.
     """
-    given = aliasing.sets_of(name for op in ops.ops if op.bookkeeping for name in op.outputs if name in seen)
-    found = [op for op in _without_fusions(ops.ops) if not given.isdisjoint(aliasing.sets_of(_written(op)))]
+    argument_sets = aliasing.sets_of(name for op in ops.ops if op.bookkeeping for name in op.outputs if name in seen)
+    found = [op for op in _without_fusions(ops.ops) if not argument_sets.isdisjoint(aliasing.sets_of(_written(op)))]
     return tuple(dict.fromkeys(_named(op, ops, _PUT_OFF) for op in found))
 
 
@@ -196,7 +196,7 @@ def lost_or_unsummed(ops: Ops, aliasing: Aliasing) -> tuple[WrongGradient, ...]:
     """
     views = _Views(ops, aliasing)
     tracked = {name for name in ops.args if requires_grad(ops.values[name].proxy)}  # what has a gradient
-    given = [views.of(name) for name in ops.args if name in aliasing.sets]
+    arguments = [views.of(name) for name in ops.args if name in aliasing.sets]
     stale: dict[str, WrongGradient] = {}  # of these, names whose gradient does not see a write, and the write
     reduced: set[str] = set()  # CPU scalars that were made of larger tensors
     found: list[WrongGradient] = []
@@ -229,7 +229,7 @@ def lost_or_unsummed(ops: Ops, aliasing: Aliasing) -> tuple[WrongGradient, ...]:
         if not op.bookkeeping and _has_another_gradient(op, ops, tracked):
             found.append(_named(op, ops, _OTHER))
         outputs = [name for name in op.outputs if name in tracked and name in aliasing.sets]
-        if not op.bookkeeping and written and any(views.of(name).memory in given for name in outputs):
+        if not op.bookkeeping and written and any(views.of(name).memory in arguments for name in outputs):
             found.append(_named(op, ops, _ARGUMENT))
         for name in written:
             shared = [each for each in views.in_memory_of(name) if _is_changed(views.of(each), views.of(name), op)]

@@ -45,7 +45,7 @@ class MemoryEstimate:
         kept = {sets[name]: size for name, size in forward.saved.items() if name in sets} if forward else {}
         in_place = aliasing.sets_of(forward.saved_in_place) if forward else set()
         in_place |= aliasing.sets_of(name for name in ops.args if ops.values[name].static)
-        made = [{sets[each.name] for each in io.outputs if each.name in sets} for io in ios]
+        results = [{sets[each.name] for each in io.outputs if each.name in sets} for io in ios]
         stays = {sets[each.name] for io in ios for each in io.outputs if not each.copied_out} | in_place
         new = {name: size for allocated in memory.allocates for name, size in allocated.items()}
         saved_sets = {sets[name]: name for name in sorted(saved) if sets.get(name) in new}
@@ -57,7 +57,7 @@ class MemoryEstimate:
         events = [(named.get(name, name), nbytes) for name, nbytes in order]
         return cls(
             without_graphs=memory.peak((op for step in plan.steps for op in step.ops), kept),
-            regions=tuple(memory.peak(region.ops, {}, outputs) for region, outputs in zip(regions, made)),
+            regions=tuple(memory.peak(region.ops, {}, outputs) for region, outputs in zip(regions, results)),
             arena=memory.peak(
                 captured, {name: size for name, size in kept.items() if name in in_place}, aliasing.sets_of(saved)
             )

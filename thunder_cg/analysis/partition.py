@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.classify import Verdict
-from thunder_cg.analysis.collectives import coalesced
+from thunder_cg.analysis.coalescing import coalesced
 from thunder_cg.analysis.dependencies import dependencies
 from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.analysis.rules import Reason

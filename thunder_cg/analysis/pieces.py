@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from thunder_cg.analysis.aliasing import Aliasing
-from thunder_cg.analysis.collectives import Scheduler
+from thunder_cg.analysis.collectives import Movable, Scheduler
 from thunder_cg.analysis.ops import Ops
 
 # Bytes of collectives for each piece, and how many pieces there are at most: each is compiled by itself. The last
@@ -29,10 +29,10 @@ class _Pieces:
 
     def __init__(self, ops: Ops, aliasing: Aliasing) -> None:
         self._ops, self._aliasing = ops, aliasing
-        self._scheduler = scheduler = Scheduler(ops, aliasing)
-        self._schedule = scheduler.run()
-        self._sizes = {index: scheduler.nbytes(index) for index in (*scheduler.waits, *aliasing.waits)}
-        total = sum(self._sizes[index] for index in scheduler.waits)
+        self._moves = moves = Movable(ops, aliasing)
+        self._schedule = Scheduler(moves).run()
+        self._sizes = {index: moves.nbytes(index) for index in (*moves.waits, *aliasing.waits)}
+        total = sum(self._sizes[index] for index in moves.waits)
         self._piece = max(_PIECE, total // _PIECES)
         self._last_use: dict[str, int] = {}  # of each value that compute makes: the position in the schedule
         for position, index in enumerate(self._schedule[:-1]):
@@ -69,7 +69,7 @@ class _Pieces:
         self._made, self._start, self._end = [], next_one, -1
 
     def _is_reduction(self, index: int) -> bool:
-        return index in self._scheduler.waits and index not in self._scheduler.ahead
+        return index in self._moves.waits and index not in self._moves.ahead
 
     def _best_end(self, start: int, position: int, size: int) -> int:
         """Where to end the stretch, from this position of the schedule on.
@@ -94,11 +94,11 @@ class _Pieces:
         best, fewest = position, crossing_after(position)
         for at in range(position + 1, self._last_reduction):
             index, now, following = self._schedule[at], crossing_after(at), self._schedule[at + 1]
-            if index in self._aliasing.waits and self._scheduler.has_use(index):
+            if index in self._aliasing.waits and self._moves.has_use(index):
                 break
             if self._is_reduction(index) and (size := size + self._sizes[index]) >= 2 * self._piece:
                 break
-            if now < fewest and following not in self._scheduler.early:  # it belongs to what came before
+            if now < fewest and following not in self._moves.early:  # it belongs to what came before
                 best, fewest = at, now
         return best
 
@@ -117,7 +117,7 @@ class _Pieces:
         found: set[int] = set()
         waiting = [index]
         while waiting:
-            new = self._scheduler.before[waiting.pop()]
+            new = self._moves.before[waiting.pop()]
             waiting += (fresh := [other for other in new if other not in self._done and other not in found])
             found.update(fresh)
         return [*sorted(found), index]
@@ -125,15 +125,15 @@ class _Pieces:
     def _is_ready(self, index: int) -> bool:
         """Whether it waits for no compute, but perhaps for collectives and what leads to them."""
         return all(
-            other in self._done or ((other in self._sizes or other in self._scheduler.early) and self._is_ready(other))
-            for other in self._scheduler.before[index]
+            other in self._done or ((other in self._sizes or other in self._moves.early) and self._is_ready(other))
+            for other in self._moves.before[index]
         )
 
     def _next_waits(self) -> Iterator[int]:
         """As many as are a piece, those whose results compute needs first."""
         size = 0
         for index in self._schedule:
-            if index in self._aliasing.waits and index not in self._done and self._scheduler.has_use(index):
+            if index in self._aliasing.waits and index not in self._done and self._moves.has_use(index):
                 if size >= self._piece or not self._is_ready(index):
                     return
                 size += self._sizes[index]

@@ -58,11 +58,11 @@ def region_io(trace: PlannedTrace) -> tuple[RegionIO, ...]:
         if not isinstance(step, Region):
             continue
         mine = [ops.ops[i] for i in step.ops]
-        made = dict.fromkeys(n for op in mine for n in op.outputs if steps.made[n] == at)
-        inputs = dict.fromkeys(n for op in mine for n in op.inputs if n not in made)
+        results = dict.fromkeys(n for op in mine for n in op.outputs if steps.made[n] == at)
+        inputs = dict.fromkeys(n for op in mine for n in op.inputs if n not in results)
         tensors = [name for name in inputs if ops.values[name].kind == "tensor"]
         kinds: dict[str, tuple[bool, bool]] = {}  # of each output, whether it stays in the pool, and whether it leaves
-        for name in made:
+        for name in results:
             used = name in saved or bool(steps.used.get(name, set()) - {at})
             if ops.values[name].kind == "tensor" and (used or name in returned):
                 leaves = aliasing.sets[name] in copied_out
@@ -166,8 +166,10 @@ def _aliased_by_eager_ops(ops: Ops, plan: Plan, aliasing: Aliasing, steps: _Step
     """
     regions = {at for at, step in enumerate(plan.steps) if isinstance(step, Region)}
     eager = (ops.ops[step.op] for step in plan.steps if not isinstance(step, Region))
-    made = (name for op in eager if not op.bookkeeping for name in op.outputs)
-    return aliasing.sets_of(name for name in made if name in saved or not regions.isdisjoint(steps.used.get(name, ())))
+    outputs = (name for op in eager if not op.bookkeeping for name in op.outputs)
+    return aliasing.sets_of(
+        name for name in outputs if name in saved or not regions.isdisjoint(steps.used.get(name, ()))
+    )
 
 
 def _may_keep_inputs(op: Op, reason: Reason, aliasing: Aliasing) -> bool:

@@ -51,9 +51,9 @@ def leftover_autocast(trace: TraceCtx) -> tuple[BoundSymbol, torch.dtype] | None
     kept = get_compile_data().autocast_stack.get_dtype_for_device_if_enabled
     left = {kind: dtype for kind in ("cpu", "cuda") if not torch.is_autocast_enabled(kind) and (dtype := kept(kind))}
     for symbol in trace.bound_symbols if left else ():
-        made = symbol.output if symbol.sym.id is PrimIDs.CONVERT_ELEMENT_TYPE else None
-        if isinstance(made, TensorProxy) and left.get(made.device.type) == made.dtype:
-            return symbol, to_torch_dtype(made.dtype)
+        output = symbol.output if symbol.sym.id is PrimIDs.CONVERT_ELEMENT_TYPE else None
+        if isinstance(output, TensorProxy) and left.get(output.device.type) == output.dtype:
+            return symbol, to_torch_dtype(output.dtype)
     return None
 
 

@@ -327,8 +327,8 @@ def begun(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if operator._schema.is_mutable:
         return kwargs.get("out", args[0])
     inputs, device = tree_map_only(torch.Tensor, lambda t: t.to("meta"), args), tensors_in(args)[0].device
-    made = operator._op(*inputs, **kwargs)  # a call of the operator itself would be told of
-    return tree_map_only(torch.Tensor, lambda t: torch.zeros_like(t, device=device), made)
+    output = operator._op(*inputs, **kwargs)  # a call of the operator itself would be told of
+    return tree_map_only(torch.Tensor, lambda t: torch.zeros_like(t, device=device), output)
 
 
 def run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

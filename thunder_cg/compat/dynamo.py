@@ -24,6 +24,7 @@ from torch._guards import CompileContext
 from torch.fx.experimental.symbolic_shapes import sym_or
 
 from thunder_cg.compat.distributed import default_group
+from thunder_cg.compat.dynamo_records import DynamoBreak, Recompilation, RecompileLimit
 from thunder_cg.compat.dynamo_scope import scope_dynamo
 from thunder_cg.compat.lines import BEFORE_BREAK, is_torchs
 
@@ -87,7 +88,7 @@ class CompiledFunction(ThunderFXCompiledObject):
         self._count.calls, self._backend.failures = counts
 
 
-MODE = "the same mode: "  # begins a condition such as "the same mode: num_threads"
+_MODE = "the same mode: "  # begins a condition such as "the same mode: num_threads"
 _OF_MODULES = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
 _OF_HOOK = re.compile(
     r"([\w.]+)\._\w*hooks\[list\(dict\.keys\(.*?_hooks\)\)\[\d+\]\](?:\.__closure__\[\d+\]\.cell_contents)?"
@@ -169,9 +170,9 @@ def inputs_of(graph: torch.fx.Graph, earlier: Iterable[GraphInputs]) -> GraphInp
     tensors = [value for value, node in values if isinstance(value, torch.Tensor) and not _is_float(node)]
     shapes = tuple(tuple(size if isinstance(size, int) else None for size in each.shape) for each in tensors)
     code = compiling.frame_id if compiling is not None else None
-    given = (getattr(node.meta.get("grapharg"), "example", None) for _, node in values)
-    if any(hasattr(each, "_dynamo_dynamic_range") for each in given):  # by `mark_dynamic`, which allows no such guard
-        earlier = ()
+    examples = (getattr(node.meta.get("grapharg"), "example", None) for _, node in values)
+    if any(hasattr(each, "_dynamo_dynamic_range") for each in examples):
+        earlier = ()  # `mark_dynamic` has set that, which allows no such guard
     left = {each.shapes for each in earlier if each.code == code and _leave(tensors, each.shapes)}
     return GraphInputs(-1 if code is None else code, free, shapes, frozenset(left))
 
@@ -216,12 +217,8 @@ class _DefaultGroup:
 _default_group = _DefaultGroup()
 
 
-def at_limit(compiled: Any, backend: ThunderCompiler) -> Iterator[tuple[str, int, int, str]]:
-    """The code of a compiled function that Dynamo compiles no more, for any function that has it.
-
-    Yields "f (train.py:3)"; how often it is compiled; the recompile limit; and the condition of a version that a call
-    did not meet for which it was not compiled any more, "" if there is no such call, or it is not known.
-    """
+def recompile_limits(compiled: Any, backend: ThunderCompiler) -> Iterator[RecompileLimit]:
+    """The code of a compiled function that Dynamo compiles no more, for any function that has it."""
     own = getattr(getattr(getattr(compiled, "_func", compiled), "_torchdynamo_orig_callable", None), "__code__", None)
     attempts = [each for each in get_compilation_metrics() if "recompile limit" in str(each.fail_reason)]
     refused = {str(each.compile_id): str(each.recompile_reason) for each in attempts}
@@ -233,21 +230,17 @@ def at_limit(compiled: Any, backend: ThunderCompiler) -> Iterator[tuple[str, int
         if len(mine) >= config.recompile_limit or any(each.partition("/")[0] == frame for each in refused):
             last = max(entries, key=lambda entry: entry.compile_id.frame_compile_id or 0).compile_id
             reason, _ = _condition(refused.get(f"{last.frame_id}/{(last.frame_compile_id or 0) + 1}", ""), backend)
-            yield _place_of(code, backend), len(entries), config.recompile_limit, reason
+            yield RecompileLimit(_place_of(code, backend), len(entries), config.recompile_limit, reason)
 
 
-def recompiled(backend: ThunderCompiler) -> Iterator[tuple[str, str, str]]:
-    """What Dynamo has compiled more than once with this backend, each time but the first.
-
-    Yields "f (train.py:3)"; what a call did not meet of an earlier version, in Dynamo's words: "len(sizes) == 1"; and
-    where that is read, as "train.py:7", "" if it is not known.
-    """
+def recompilations(backend: ThunderCompiler) -> Iterator[Recompilation]:
+    """What Dynamo has compiled more than once with this backend, each time but the first."""
     reasons = {str(each.compile_id): str(each.recompile_reason or "") for each in get_compilation_metrics()}
     for code in _codes():
         for entry in reversed(_entries(code, backend)):
             condition, line = _condition(reasons.get(str(entry.compile_id), ""), backend)
             if condition:
-                yield _place_of(code, backend), condition, line
+                yield Recompilation(_place_of(code, backend), condition, line, 1, condition.startswith(_MODE))
 
 
 def _codes() -> list[CodeType]:
@@ -285,22 +278,22 @@ def _condition(reason: str, backend: ThunderCompiler) -> tuple[str, str]:
     # What is in parentheses is no line of the user's.
     found = re.match(r".*?([^/\\\s]+:\d+) in [^\s)]+( \(.*\))?$", source.strip())
     condition = _with_names(_LEFT.sub(BEFORE_BREAK, condition), getattr(backend, "parameters", ()))
-    condition = _GLOBAL.sub(r"\1", condition.replace("GLOBAL_STATE changed: ", MODE).strip())
-    condition = condition.replace(f"{MODE}grad_mode", f"{MODE}whether gradients are enabled")
+    condition = _GLOBAL.sub(r"\1", condition.replace("GLOBAL_STATE changed: ", _MODE).strip())
+    condition = condition.replace(f"{_MODE}grad_mode", f"{_MODE}whether gradients are enabled")
     condition = _ATTRIBUTE.sub(r"\1.\2", condition)
     condition = _OF_HOOK.sub(r"a variable of a hook of \1", _OF_MODULES.sub(r".\1", condition))
     is_of_another = condition.startswith("BACKEND_MATCH")  # a call of another function with the same code
     return ("" if is_of_another else condition), (found[1] if found else "")
 
 
-def break_behind(ended: Any) -> tuple[str, list[FrameSummary]] | None:
-    """Why a graph ended and where; None if that is not known.
+def break_behind(ended: Any) -> DynamoBreak:
+    """Why a graph ended and where.
 
     What Dynamo cannot go on from, such as a break in a property, has no reason and only the line that it came from. The
     reason is with another break: of an earlier attempt at the same line, or of what the line calls, compiled later.
     """
     if ended.reason != "step_unsupported":
-        return ended.reason, ended.user_stack
+        return DynamoBreak(ended.reason, ended.user_stack)
     (line,) = ended.user_stack[-1:]
     later = False
     for other in graph_break_reasons:
@@ -308,36 +301,27 @@ def break_behind(ended: Any) -> tuple[str, list[FrameSummary]] | None:
         if other.reason == ended.reason or not other.user_stack:
             continue
         if line in other.user_stack:
-            return other.reason, other.user_stack
+            return DynamoBreak(other.reason, other.user_stack)
         if later and re.search(rf"\b{re.escape(other.user_stack[0].name)}\b", line.line or ""):
-            return other.reason, [*ended.user_stack, *other.user_stack]
-    return None
+            return DynamoBreak(other.reason, [*ended.user_stack, *other.user_stack])
+    return DynamoBreak(None, ended.user_stack)
 
 
-def resumed(backend: ThunderCompiler) -> Iterator[tuple[str, str | None, list[FrameSummary]]]:
-    """Graph breaks that Dynamo goes on after with this backend, also those with no operator and so no graph before.
-
-    Yields the function, "" if it is not known; the reason in Dynamo's words, if it is known; and the stack.
-    """
+def resumed(backend: ThunderCompiler) -> Iterator[DynamoBreak]:
+    """Graph breaks that Dynamo goes on after with this backend, also those with no operator and so no graph before."""
     codes = _codes()
     names = {(code.co_filename, code.co_name): code for code in codes}
     rests = ((code, rest) for code in codes if (rest := _RESUMED.fullmatch(code.co_name)) is not None)
     lines = {(code.co_filename, int(rest[2])) for code, rest in rests if _entries(code, backend)}
     for each in graph_break_reasons:
-        reason, stack = break_behind(each) or (None, each.user_stack)
-        if not lines.isdisjoint((frame.filename, frame.lineno) for frame in stack):
-            start = names.get((stack[0].filename, stack[0].name))
-            function = _place_of(start, backend) if start is not None else ""
-            yield function, reason, stack
+        found = break_behind(each)
+        if not lines.isdisjoint((frame.filename, frame.lineno) for frame in found.stack):
+            start = names.get((found.stack[0].filename, found.stack[0].name))
+            yield found._replace(function=_place_of(start, backend) if start is not None else "")
 
 
-def gave_up(
-    compiled: Any, backend: ThunderCompiler, ends: Collection[tuple[str, int | None]]
-) -> Iterator[tuple[str, str, list[FrameSummary]]]:
-    """What Dynamo compiles nothing of, as with a graph break in a loop.
-
-    Yields "f (train.py:3)", or what comes after a graph break: "f (from train.py:7 on)", "" for all that was compiled;
-    the reason in Dynamo's words; and the line of the break, after the function's first line if that line is PyTorch's.
+def gave_up(compiled: Any, backend: ThunderCompiler, ends: Collection[tuple[str, int | None]]) -> Iterator[DynamoBreak]:
+    """What Dynamo compiles nothing of, as with a graph break in a loop. The function's first line precedes PyTorch's.
 
     Args:
         ends: files and lines at which graphs of this function end. What follows them is code of its own for Dynamo, and
@@ -358,4 +342,4 @@ def gave_up(
             start, end = (FrameSummary(str(at), number, str(name)) for at, number in ((file, line), failed_at))
             where = [start, end] if is_torchs(end.filename) else [end]
             function = "" if is_own else _place(str(file), line, str(name), backend)
-            yield function, str(each.fail_reason), where
+            yield DynamoBreak(str(each.fail_reason), where, function)

@@ -68,9 +68,9 @@ def mutated(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> li
     """The arguments that an operator of ``torch.ops`` writes in place, by its schemas."""
     found = []
     for arguments in (each._schema.arguments for each in _overloads(function)):
-        given = {argument.name: value for argument, value in zip(arguments, args)} | dict(kwargs)
+        values = {argument.name: value for argument, value in zip(arguments, args)} | dict(kwargs)
         writes = (each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write)
-        found += [given[name] for name in writes if name in given]
+        found += [values[name] for name in writes if name in values]
     return found
 
 

@@ -129,7 +129,7 @@ class EntryFastPaths:
                     statistics.calls += 1
                     raise
                 if result is not MISS:
-                    program.fast_path_calls += 1
+                    program.counts.fast_path_calls += 1
                     statistics.calls += 1
                     statistics.cache_hits += 1
                     if statistics.last_prologue is not entry.prologue_fn:

@@ -277,7 +277,7 @@ class _ModuleChecks:
         needed = {proxy.name for symbol in checks for proxy in symbol.flat_proxy_args} | set(results)
         kept = set(map(id, checks))
         old = self._checks.trace
-        made = {proxy.name: proxy for symbol in old.bound_symbols for proxy in symbol.flat_proxy_outs}
+        proxies = {proxy.name: proxy for symbol in old.bound_symbols for proxy in symbol.flat_proxy_outs}
         module_name = unused_name("thunder_module", old)
         symbols: list[BoundSymbol] = []
         for symbol in reversed(old.bound_symbols[:-1]):
@@ -289,7 +289,7 @@ class _ModuleChecks:
         trace = from_trace(old)
         with tracectx(trace):
             trace.bound_symbols = symbols[::-1]
-            prims.python_return(tuple(made[name] for name in results))
+            prims.python_return(tuple(proxies[name] for name in results))
         return trace.python_callable(include_decorators=False)
 
 

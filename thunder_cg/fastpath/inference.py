@@ -50,6 +50,7 @@ def inference_fast_path(
     """
     program, entry, device = compiled.forward, compiled.entry, compiled.forward.regions[0].device
     backend, skip_reason, may_be_early = program.backend, skip_reasons.skip_reason, program.is_invisible
+    counts = program.counts
     region = OnlyRegion(program, recording.forward)
     graph, stats, arena, collectives = region.graph, region.stats, recording.arena, program.collectives
     # The values of a call: its arguments, and parameters where they were.
@@ -96,7 +97,7 @@ def inference_fast_path(
         """One steady call; it is longer than a screen, as the factory says."""
         try:
             # What a launch needs: a graph that is still there, and nothing on this thread that has to see operators.
-            if recording.dropped or program.calls >= program.verify_after or skip_reason(backend, saves=False):
+            if recording.dropped or counts.calls >= program.verify_after or skip_reason(backend, saves=False):
                 return MISS
             if collectives is not None and collectives.meets():
                 return MISS
@@ -154,10 +155,10 @@ def inference_fast_path(
             raise
         finally:
             release()
-        program.calls += 1
+        counts.calls += 1
         if collectives is not None:
             collectives.count_replay()
-        program.fast_path_calls += 1
+        counts.fast_path_calls += 1
         stats.replays += 1
         recording.replays += 1
         statistics.calls += 1

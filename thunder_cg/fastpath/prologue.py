@@ -292,5 +292,5 @@ def with_one_check(prologue: TraceCtx, names: Set[str]) -> TraceCtx:
 def unused_name(wish: str, trace: TraceCtx) -> str:
     """A name like ``wish`` for a function, which no value and no function of the trace has: these may be the user's."""
     symbols = trace.bound_symbols
-    taken = {p.name for s in symbols for p in (*s.flat_proxy_args, *s.flat_proxy_outs)} | {s.sym.name for s in symbols}
-    return unused(wish, taken | trace.names)
+    names = {p.name for s in symbols for p in (*s.flat_proxy_args, *s.flat_proxy_outs)} | {s.sym.name for s in symbols}
+    return unused(wish, names | trace.names)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from thunder_cg.analysis.advice import PACKS, PADDED, RECURRENT, for_branch, for_read, for_size
 from thunder_cg.analysis.sources import SourceLine, called_from, users
+from thunder_cg.compat.dynamo_records import DynamoBreak, Recompilation
 
 ITEM = "Tensor.item() reads what a tensor holds into Python"
 _UNKNOWN = (
@@ -95,54 +96,15 @@ class GraphBreak:
     part: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class RecompileLimit:
-    """A function that Dynamo compiles no more: calls that fit none of its versions run in plain Python.
-
-    Attributes:
-        function: "f (train.py:3)".
-        versions: how often it is compiled, for all functions and instances with the same code together.
-        limit: the value of ``torch._dynamo.config.recompile_limit``.
-        reason: the condition of a version that a call did not meet, so that Dynamo would have compiled again; "" if it
-            is not known.
-    """
-
-    function: str
-    versions: int
-    limit: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Recompilation:
-    """What Dynamo has compiled once more, as calls did not meet a condition of what it had compiled before.
-
-    Attributes:
-        function: "f (train.py:3)".
-        condition: in Dynamo's words: "len(sizes) == 1".
-        line: where that is read, as "train.py:7"; "" if it is not known.
-        count: how often, with other values.
-        is_mode: whether it is about a mode, such as whether gradients are enabled.
-    """
-
-    function: str
-    condition: str
-    line: str
-    count: int
-    is_mode: bool = False
-
-
 def recompilations(backend: Any) -> Iterator[Recompilation]:
     """What Dynamo has compiled more than once, those together that are about one value."""
-    from thunder_cg.compat.dynamo import MODE, recompiled  # Dynamo is imported by now
+    from thunder_cg.compat import dynamo  # Dynamo is imported by now
 
-    alike: dict[tuple[str, str, str], list[str]] = {}
-    for function, condition, line in recompiled(backend):
-        value = re.split(r" [=!<>]=? |\. expected ", condition)[0]
-        alike.setdefault((function, line, value), []).append(condition)
-    for (function, line, _), conditions in alike.items():
-        first = conditions[0]
-        yield Recompilation(function, first, line, len(conditions), first.startswith(MODE))
+    alike: dict[tuple[str, str, str], list[Recompilation]] = {}
+    for each in dynamo.recompilations(backend):
+        value = re.split(r" [=!<>]=? |\. expected ", each.condition)[0]
+        alike.setdefault((each.function, each.line, value), []).append(each)
+    return (replace(first, count=1 + len(others)) for first, *others in alike.values())
 
 
 def is_after_break(function: str) -> bool:
@@ -150,24 +112,18 @@ def is_after_break(function: str) -> bool:
     return function.endswith(" on)")
 
 
-def recompile_limits(compiled: Any, backend: Any) -> Iterator[RecompileLimit]:
-    """What Dynamo compiles no more of a compiled function."""
-    from thunder_cg.compat.dynamo import at_limit  # Dynamo is imported by now
-
-    yield from (RecompileLimit(*code) for code in at_limit(compiled, backend))
-
-
 def graph_breaks(label: str, graph: Any) -> Iterator[GraphBreak]:
     """The graph break that ended one of Dynamo's graphs, if one did."""
     ended = getattr(graph.original_graph_module, "compile_subgraph_reason", None)
-    if ended is None or not ended.graph_break:
-        return
-    yield _graph_break(label, *_stack_of(ended))
+    if ended is not None and ended.graph_break:
+        from thunder_cg.compat.dynamo import break_behind  # Dynamo is imported by now
+
+        yield _graph_break(label, break_behind(ended))
 
 
-def _graph_break(after: str, reason: str | None, stack: Sequence[Any]) -> GraphBreak:
-    frames = users([SourceLine(frame.filename, frame.lineno or 0) for frame in stack])
-    reason, fix = _understood(reason, frames, stack) if reason is not None else _UNKNOWN
+def _graph_break(after: str, found: DynamoBreak) -> GraphBreak:
+    frames = _users_frames(found)
+    reason, fix = _understood(found.reason, frames, found.stack) if found.reason is not None else _UNKNOWN
     if frames and "torch._check_tensor_all" in (frames[-1].text or ""):
         fix = _CHECK
     return GraphBreak(after, called_from(frames), frames[-1].text if frames else None, reason, fix)
@@ -175,39 +131,35 @@ def _graph_break(after: str, reason: str | None, stack: Sequence[Any]) -> GraphB
 
 def breaks_without_graph(label: str, compiled: Any, backend: Any) -> Iterator[GraphBreak]:
     """The graph breaks at which no graph ends: no operator comes before, or Dynamo compiles nothing of the function."""
-    from thunder_cg.compat.dynamo import gave_up, resumed  # Dynamo is imported by now
+    from thunder_cg.compat.dynamo import break_behind, gave_up, resumed  # Dynamo is imported by now
 
     infos = (getattr(each.original_graph_module, "compile_subgraph_reason", None) for each in backend.subgraph_infos)
-    stacks = [_stack_of(each) for each in infos if each is not None and each.graph_break]
-    known = {where for each in stacks for where in _where(*each)}
-    for start, reason, stack in resumed(backend):
-        if (where := _where(reason, stack))[0] not in known:
+    known = {where for each in infos if each is not None and each.graph_break for where in _where(break_behind(each))}
+    for found in resumed(backend):
+        if (where := _where(found))[0] not in known:
             known.update(where)
-            yield _graph_break(f"the start of {start or label}", reason, stack)
+            yield _graph_break(f"the start of {found.function or label}", found)
     ends = {place for _, places in known for place in places}
-    for function, said, at in gave_up(compiled, backend, ends):
-        frames = users([SourceLine(frame.filename, frame.lineno or 0) for frame in at])
-        reason, fix = _understood(said, frames, at)
+    for found in gave_up(compiled, backend, ends):
+        frames, said = _users_frames(found), found.reason or ""
+        reason, fix = _understood(said, frames, found.stack)
         why = "in a loop" if "graph break in loop" in said else "where Dynamo cannot go on"
-        part = function or label
-        nothing = f"so Dynamo compiles nothing of {function or 'the function'}"
+        part = found.function or label
+        nothing = f"so Dynamo compiles nothing of {found.function or 'the function'}"
         reason = f"{reason}, {why}, {nothing}, and has not looked for more graph breaks after this one"
         source = frames[-1].text if frames else None
         yield GraphBreak(f"the start of {part}", called_from(frames), source, reason, fix, part)
 
 
-def _where(reason: str | None, stack: Sequence[Any]) -> list[tuple[str, tuple[tuple[str, int | None], ...]]]:
+def _users_frames(found: DynamoBreak) -> list[SourceLine]:
+    return users([SourceLine(frame.filename, frame.lineno or 0) for frame in found.stack])
+
+
+def _where(found: DynamoBreak) -> list[tuple[str, tuple[tuple[str, int | None], ...]]]:
     """What makes a graph break the same as another: the first line of its reason, files and lines; without one, all
     at these lines are."""
-    places = tuple((frame.filename, frame.lineno) for frame in stack)
-    return [((reason or "").partition("\n")[0], places), ("", places)]
-
-
-def _stack_of(ended: Any) -> tuple[str | None, list[Any]]:
-    """Why a graph ended, if that is known, and where."""
-    from thunder_cg.compat.dynamo import break_behind  # Dynamo is imported by now
-
-    return break_behind(ended) or (None, ended.user_stack)
+    places = tuple((frame.filename, frame.lineno) for frame in found.stack)
+    return [((found.reason or "").partition("\n")[0], places), ("", places)]
 
 
 def _understood(said: str, frames: Sequence[SourceLine], stack: Sequence[Any]) -> tuple[str, str]:

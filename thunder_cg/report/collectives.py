@@ -6,7 +6,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from itertools import count
 
-from thunder_cg.analysis.collectives import coalesced
+from thunder_cg.analysis.coalescing import coalesced
 from thunder_cg.analysis.ops import Op, Ops, process_groups
 from thunder_cg.analysis.partition import Region
 from thunder_cg.compat.distributed import ProcessGroup

@@ -25,17 +25,17 @@ def crossings(program: Program) -> tuple[CrossingReport, ...]:
     among them."""
     ops = program.ops
     step_of = {index: at for at, step in enumerate(program.plan.steps) for index in step.ops}
-    made: dict[str, int | None] = dict.fromkeys(name for name in ops.args if not ops.values[name].static)
+    made_in: dict[str, int | None] = dict.fromkeys(name for name in ops.args if not ops.values[name].static)
     used: dict[str, dict[int, int]] = {}  # by name and step, the op
     for op in ops.ops:
         if not op.bookkeeping:
             for name in op.outputs:
-                made.setdefault(name, op.index)
+                made_in.setdefault(name, op.index)
         if not op.bookkeeping or op.id == "RETURN":
             for name in op.inputs:
                 used.setdefault(name, {}).setdefault(step_of[op.index], op.index)
     found = []
-    for name, maker in made.items():
+    for name, maker in made_in.items():
         own = None if maker is None else step_of[maker]
         users = tuple(index for step, index in used.get(name, {}).items() if step != own)
         if maker is None:  # Thunder returns the inputs, too

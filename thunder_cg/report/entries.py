@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
+from thunder_cg.compat.dynamo_records import Recompilation
 from thunder_cg.compat.lines import BEFORE_BREAK
 from thunder_cg.compat.thunder import NumberProxy, proxy_shape
-from thunder_cg.report.breaks import Recompilation, is_after_break
+from thunder_cg.report.breaks import is_after_break
 from thunder_cg.report.programs import Located
 from thunder_cg.runtime.changes import AFTER_BREAK, SIZES, CallChange
 from thunder_cg.runtime.program import Program

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -30,8 +31,9 @@ from thunder_cg.report.programs import failed_calls, jitted_parts, locate, that_
 from thunder_cg.report.state import state_kept
 from thunder_cg.runtime.backend import Timer
 from thunder_cg.runtime.compilation import compile_failures, set_compile_failures
+from thunder_cg.runtime.counts import Counts
 from thunder_cg.runtime.functions import unused
-from thunder_cg.runtime.program import Counts, Program, program_of
+from thunder_cg.runtime.program import Program, program_of
 from thunder_cg.runtime.recording import Recording
 from thunder_cg.runtime.tensors import copy_all, flat
 
@@ -71,7 +73,7 @@ def _uncounted(fn: Any) -> Iterator[None]:
     """Inside, calls of ``fn`` do not count in its report: these are not the user's."""
     counting = that_counts(fn)
     of_function = counting.counts if counting is not None else None
-    counts = {id(each.program): each.program.counts() for each in locate(fn).programs}
+    counts = {id(each.program): deepcopy(each.program.counts) for each in locate(fn).programs}
     replays = {each: each.replays for each in _recordings(fn)}
     calls = {part: (thunder.compile_stats(part).calls, failed_calls(part)) for part in jitted_parts(fn)}
     raised = {part: compile_failures(thunder.compile_stats(part)) for part in calls}
@@ -81,7 +83,7 @@ def _uncounted(fn: Any) -> Iterator[None]:
         if counting is not None:
             counting.counts = of_function
         for each in locate(fn).programs:
-            each.program.set_counts(counts.get(id(each.program), Counts()))
+            each.program.counts.restore(counts.get(id(each.program), Counts()))
         for recording in _recordings(fn):
             recording.replays = replays.get(recording, 0)
         for part in jitted_parts(fn):

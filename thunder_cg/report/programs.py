@@ -20,17 +20,10 @@ from torch.fx import GraphModule
 
 from thunder_cg.analysis.advice import NUMBER_OF_DYNAMO
 from thunder_cg.analysis.sources import called_from, user_frames
+from thunder_cg.compat.dynamo_records import Recompilation, RecompileLimit
 from thunder_cg.compat.thunder import CACHE_OPTIONS, is_ours, owns_regions
 from thunder_cg.errors import NotCompiledError, OptionError
-from thunder_cg.report.breaks import (
-    GraphBreak,
-    Recompilation,
-    RecompileLimit,
-    breaks_without_graph,
-    graph_breaks,
-    recompilations,
-    recompile_limits,
-)
+from thunder_cg.report.breaks import GraphBreak, breaks_without_graph, graph_breaks, recompilations
 from thunder_cg.report.units import count
 from thunder_cg.runtime.compilation import compile_failures, name_of
 from thunder_cg.runtime.program import Program, program_of
@@ -146,6 +139,8 @@ def compiled_parts(fn: Any) -> dict[str, torch.nn.Module]:
 
 def _of_dynamo(fn: Any, backend: Any) -> Found:
     """Dynamo makes one graph for all between two graph breaks, and Thunder one or more functions for a graph."""
+    from thunder_cg.compat.dynamo import recompile_limits  # Dynamo is imported by now
+
     programs: list[Located] = []
     outside: list[Outside] = []
     breaks: list[GraphBreak] = []
@@ -165,8 +160,8 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
         outside += outside_of(label, graph)
         breaks += graph_breaks(label, graph)
     breaks += breaks_without_graph(name_of(original(fn)), fn, backend)
-    made = counting.counts[0] if (counting := that_counts(fn)) is not None else 0
-    without_graph = made - sum(ran)  # negative if a call has several graphs, or calls are not counted
+    counted = counting.counts[0] if (counting := that_counts(fn)) is not None else 0
+    without_graph = counted - sum(ran)  # negative if a call has several graphs, or calls are not counted
     python_calls = max(0, without_graph) if len(ran) == len(backend.subgraph_infos) else 0
     reached = [*recompile_limits(fn, backend)] if without_graph else []
     limits = tuple(each for each in reached if python_calls or each.reason)

@@ -12,11 +12,12 @@ from thunder_cg.analysis.classify import shown, unmatched
 from thunder_cg.analysis.ops import Op
 from thunder_cg.analysis.partition import Region
 from thunder_cg.compat.compiled import changed_since_compiled, original_module
+from thunder_cg.compat.dynamo_records import Recompilation, RecompileLimit
 from thunder_cg.compat.thunder import ThunderModule, bound_functions
 from thunder_cg.errors import OptionError
 from thunder_cg.kernels.fusion import Fusion
 from thunder_cg.report import differences, html, markdown, text
-from thunder_cg.report.breaks import GraphBreak, Recompilation, RecompileLimit
+from thunder_cg.report.breaks import GraphBreak
 from thunder_cg.report.causes import CauseReport, causes
 from thunder_cg.report.collectives import CollectiveReport, collectives
 from thunder_cg.report.crossings import CrossingReport, crossings
@@ -137,7 +138,8 @@ class TraceReport:
     @property
     def is_in_steps(self) -> bool:
         """Whether all calls of a forward ran inside of graphed steps, whose graphs hold what it does."""
-        return IN_STEP in self.fallbacks and self.calls == sum(self.fallbacks.get(each, 0) for each in HELD_ELSEWHERE)
+        held = sum(self.fallbacks.get(each.problem, 0) for each in HELD_ELSEWHERE)
+        return IN_STEP.problem in self.fallbacks and self.calls == held
 
     @property
     def counts(self) -> Counter[str]:
@@ -285,33 +287,33 @@ def profile(fn: Any, /, *args: Any, **kwargs: Any) -> Report:
 
 
 def _unmatched(programs: Sequence[Program]) -> tuple[tuple[str, str, str | None], ...]:
-    given = {option: {n for p in programs for n in getattr(p.options, option)} for option in ("allow", "deny")}
+    names = {option: {n for p in programs for n in getattr(p.options, option)} for option in ("allow", "deny")}
     split = {name: parts for program in programs for name, parts in program.split_operators.items()}
-    missing = unmatched(given, (program.ops for program in programs), split)
+    missing = unmatched(names, (program.ops for program in programs), split)
     return tuple((option, shown(name), instead) for option, name, instead in missing)
 
 
 def _trace(located: Located, times: Times) -> TraceReport:
     program = located.program
-    taken = f"later calls take {located.successor}, which is for more sizes or numbers" if located.successor else None
+    later = f"later calls take {located.successor}, which is for more sizes or numbers" if located.successor else None
     return TraceReport(
         function=located.function,
         entry=located.entry,
         kind=program.kind,
         ops=_ops(program, times),
         regions=tuple(_region(program, region, times) for region in program.regions),
-        calls=program.calls,
-        eager_calls=program.eager_calls,
-        warm_ups=program.warm_ups,
-        warm_up_seconds=program.warm_up_seconds,
-        fast_path_calls=program.fast_path_calls,
+        calls=program.counts.calls,
+        eager_calls=program.counts.eager_calls,
+        warm_ups=program.counts.warm_ups,
+        warm_up_seconds=program.counts.warm_up_seconds,
+        fast_path_calls=program.counts.fast_path_calls,
         no_fast_path=program.no_fast_path,
-        remark="; ".join(filter(None, [program.remark, taken])) or None,
-        fallbacks=dict(program.fallbacks),
+        remark="; ".join(filter(None, [program.counts.remark, later])) or None,
+        fallbacks=dict(program.counts.fallbacks),
         arena_bytes=sum(arena.nbytes() for arena in program.pair.arenas()),
         collectives=collectives(program),
         crossings=crossings(program),
-        fixes={reason: fix for reason, fix in program.fixes.items() if reason in program.fallbacks},
+        fixes={reason: fix for reason, fix in program.fixes.items() if reason in program.counts.fallbacks},
         awaiting_capture=program.awaiting_capture if located.successor is None else 0,
         inputs=inputs(program) if program.kind == "forward" else (),
         training=program.compilation.training,

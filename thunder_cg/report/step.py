@@ -112,7 +112,11 @@ def _parts(reason: str) -> Iterator[str]:
 
 
 def _merged(reasons: Mapping[str, int], fixes: Mapping[str, str]) -> Counter[str]:
-    """What is about one thing that changes as one reason, with the first values, and the most that is said of it."""
+    """What is about one thing that changes as one reason, with the first values, and the most that is said of it.
+
+    Of "n changed from 1 to 2, in the step" and "n changed from 2 to 3, in each step; make it a tensor" it makes
+    "n changed from 1 to 2 and later to others, in each step; make it a tensor".
+    """
     alike: dict[tuple[str, bool], list[str]] = {}
     for reason in (each for each, number in reasons.items() if number):
         about, *change = _VALUES.split(reason.replace(", in each step", ", in the step"), maxsplit=1)

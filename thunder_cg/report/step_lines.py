@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
+from thunder_cg.step.bytecode import instructions
 from thunder_cg.step.calls import UNSTEADY
-from thunder_cg.step.reads import instructions
 
 _READS = ("item", "tolist", "numpy")  # methods of tensors
 _DOES: tuple[Any, ...] = (next, print, open)

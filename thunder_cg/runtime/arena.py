@@ -18,8 +18,8 @@ from thunder_cg.compat.autograd import drop_failed_backwards
 from thunder_cg.compat.tensors import are_held_unseen, storage_id, storage_use_count
 from thunder_cg.runtime.backend import Backend, Pool
 from thunder_cg.runtime.lent import Lent, pairs_of_leaves
+from thunder_cg.runtime.skip_reasons import SkipReason
 
-_RAISE = "raise memory_budget"
 _FITS = 2 * LEAST_SEGMENT  # bytes: an arena that is so much too large is not much too large
 _GLOO = 0.1  # seconds for its thread to let go of gradients that the program has reduced itself
 
@@ -366,7 +366,7 @@ class Arenas:
         captures_pay: Callable[[], bool],
         expected: int | None = None,
         kept: RecordingUse | None = None,
-    ) -> str | None:
+    ) -> SkipReason | None:
         """Has the memory that a call uses fit into the budget.
 
         Args:
@@ -385,7 +385,7 @@ class Arenas:
         with self._backend.capture_lock, self._budget_lock:
             in_flight = sum(arena.nbytes() for arena in self._all() if arena.is_held() and arena not in mine)
             is_hopeless = expected is not None and in_flight + expected > budget
-            problem = _RAISE if is_hopeless else None
+            problem = "" if is_hopeless else None
             while problem is None and self.nbytes() + max(0, (expected or 0) - mine[-1].nbytes()) > budget:
                 if not self._trim_unused(mine):
                     problem = self._discard_least_valuable(mine, captures_pay, kept)
@@ -396,7 +396,8 @@ class Arenas:
             f"its memory pool has come to {measured:,}" if expected is None else f"its graphs need about {expected:,}"
         )
         besides = ", besides what other calls still use" if in_flight else ""
-        return f"memory_budget is {budget:,} bytes, and {needs} bytes{besides}; {problem}"
+        said = f"memory_budget is {budget:,} bytes, and {needs} bytes{besides}{problem}"
+        return SkipReason(said, "raise memory_budget")
 
     def _all(self) -> list[Arena]:
         return _alive([*self._arenas, *self._scratch])
@@ -404,7 +405,7 @@ class Arenas:
     def _discard_least_valuable(
         self, mine: Sequence[Arena], captures_pay: Callable[[], bool], kept: RecordingUse | None
     ) -> str | None:
-        """Discards a recording that no other call uses. Returns why there is none to discard."""
+        """Discards a recording that no other call uses. Returns what to say if none is discarded."""
         recordings = [(pair, recording) for pair in self._pairs for recording in reversed(pair.recordings)]
         candidates = [
             (pair, recording)
@@ -412,14 +413,14 @@ class Arenas:
             if recording is not kept and all(arena in mine or not arena.is_held() for arena in recording.arenas())
         ]
         if not candidates:
-            return _RAISE
+            return ""
         pays = captures_pay()
         if pays:
             pair, least = min(candidates, key=lambda candidate: candidate[1].value)
             pair.discard_for_budget(least)
         for _, recording in recordings:
             recording.age()
-        return None if pays else "graphs that would have to go for it have replaced each other too often"
+        return None if pays else ", and graphs that would have to go for it have replaced each other too often"
 
     def _trim_unused(self, mine: Sequence[Arena]) -> bool:
         """Gives back what pools keep that no recording uses. Returns whether there was any."""

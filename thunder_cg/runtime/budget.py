@@ -8,6 +8,7 @@ from thunder_cg.runtime.arena import Arenas
 from thunder_cg.runtime.call import Call
 from thunder_cg.runtime.pair import Pair
 from thunder_cg.runtime.region import RuntimeRegion
+from thunder_cg.runtime.skip_reasons import SkipReason
 
 _FIRST_PAUSE = 16  # calls that run eagerly once one has found no room; the next time twice as many, and so on
 _LONGEST_PAUSE = 1024
@@ -28,15 +29,15 @@ class ProgramBudget:
     def __init__(self, arenas: Arenas, pair: Pair, regions: Sequence[RuntimeRegion], needed: int) -> None:
         self._arenas, self._pair, self._regions = arenas, pair, regions
         self.needed = needed
-        self._no_room: str | None = None  # what the arenas said when they were asked last
+        self._no_room: SkipReason | None = None  # what the arenas said when they were asked last
         self._ask_again_at = 0  # the number of the first call that asks them again
         self._pause = _FIRST_PAUSE
 
-    def find_room(self, call: Call) -> str | None:
+    def find_room(self, call: Call) -> SkipReason | None:
         """Why what the call is to warm up or capture does not fit. The arenas are not asked each time."""
         if not self._arenas.have_budget:
             return None
-        if call.program.calls >= self._ask_again_at:
+        if call.program.counts.calls >= self._ask_again_at:
             self._ask_for_room(call, self.needed)
             call.began_empty = call.memory.nbytes() == 0
         return self._no_room
@@ -66,6 +67,6 @@ class ProgramBudget:
             call.arenas(), self._regions[0].device, self.captures_pay, expected, call.recording
         )
         if self._no_room is not None:
-            self._ask_again_at = call.program.calls + self._pause
+            self._ask_again_at = call.program.counts.calls + self._pause
             self._pause = min(2 * self._pause, _LONGEST_PAUSE)
             self._pair.discarded = 0

@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from thunder_cg.runtime import skip_reasons
-from thunder_cg.runtime.agreement import Round
 from thunder_cg.runtime.arena import Arena
 from thunder_cg.runtime.lent import Lent
+from thunder_cg.runtime.ranks.agreement import Round
 from thunder_cg.runtime.recording import Recording, TraceRecording
+from thunder_cg.runtime.skip_reasons import SkipReason
 
 if TYPE_CHECKING:
     from thunder_cg.runtime.program import Program
@@ -51,7 +51,7 @@ class Call:
         self.program = program
         self.mode = Mode.EAGER
         self.thread = get_ident()
-        self.why_eager = ""
+        self.why_eager: SkipReason | None = None
         self.verifies = False  # whether replays are compared with eager runs
         self.arena: Arena | None = None  # that it holds
         self.scratch: Arena | None = None  # that its backward holds besides: see Note [Scratch arenas]
@@ -80,16 +80,16 @@ class Call:
         if mode is not Mode.REPLAY:
             self.began = time.perf_counter()
         if mode is Mode.WARMUP:
-            self.program.warm_ups += 1
-            self.program.eager_calls += 1
+            self.program.counts.warm_ups += 1
+            self.program.counts.eager_calls += 1
         return self
 
-    def run_eagerly(self, reason: str, *, strict: bool = True) -> Call:
+    def run_eagerly(self, reason: SkipReason, *, strict: bool = True) -> Call:
         """Regions run their ops from here on, because of ``reason``, which is counted; an error if ``strict=True``."""
         self.switch_to(Mode.EAGER)
         self.why_eager = self.why_eager or reason
-        self.program.eager_calls += 1
-        self.program.count_fallback(reason, skip_reasons.fix_of(reason))
+        self.program.counts.eager_calls += 1
+        self.program.count_fallback(reason)
         if strict:
             self.program.raise_if_strict(reason)
         return self

@@ -45,16 +45,16 @@ def region_function(
     for result, position in copied_early.items():
         after.setdefault(position, []).append(result)
     lines = _lines_of(ops, backend)
-    taken = _names_in(lines, inputs)
-    parameter, copier = unused("inputs", taken), unused("copy_early", taken)
+    names = _names_in(lines, inputs)
+    parameter, copier = unused("inputs", names), unused("copy_early", names)
     body = []
     for launch in launches:
         calls = [lines[i] for i in launch]
-        call = calls[0] if len(launch) == 1 else _coalesced([ops[i] for i in launch], calls, taken, backend)
-        body.append(_in_range(call, ", ".join(ranges[i] for i in launch), taken) if ranges else call)
+        call = calls[0] if len(launch) == 1 else _coalesced([ops[i] for i in launch], calls, names, backend)
+        body.append(_in_range(call, ", ".join(ranges[i] for i in launch), names) if ranges else call)
         for result in [result for i in launch for result in after.get(i, ())]:
             body.append(_Lines([f"  {result} = {copier}({result})"], (result, copier)))
-    function = _build(unused(name, taken), body, inputs, results, (parameter, copier))
+    function = _build(unused(name, names), body, inputs, results, (parameter, copier))
     function.__defaults__ = (lambda result: result,)
     return function
 
@@ -69,9 +69,9 @@ def hash_function(
 ) -> Callable[[list[Any]], Sequence[Any]]:
     """Like `region_function`, but it returns the hashes of what each op made, or wrote in place."""
     lines = _lines_of(ops, backend)
-    taken = _names_in(lines, inputs)
-    parameter, hasher = unused("inputs", taken), unused("hash_values", taken)
-    prefix = next(f"hash{'_' * n}" for n in count() if not any(each.startswith(f"hash{'_' * n}") for each in taken))
+    names = _names_in(lines, inputs)
+    parameter, hasher = unused("inputs", names), unused("hash_values", names)
+    prefix = next(f"hash{'_' * n}" for n in count() if not any(each.startswith(f"hash{'_' * n}") for each in names))
     body, hashes = [], []
     for i, (op, line) in enumerate(zip(ops, lines)):
         values = [proxy.name for proxy in op.symbol.flat_proxy_outs if isinstance(proxy, compat.TensorProxy)]
@@ -80,7 +80,7 @@ def hash_function(
         hashes.append(f"{prefix}{i}")
         call = f"  {hashes[-1]} = {hasher}({', '.join(values)})"
         body += [line, _Lines([call], (hashes[-1], *op.outputs, *values), {hasher: hash_values})]
-    return _build(unused(f"{name}_hashes", taken), body, inputs, hashes, (parameter,))
+    return _build(unused(f"{name}_hashes", names), body, inputs, hashes, (parameter,))
 
 
 def unused(wish: str, taken: Collection[str]) -> str:

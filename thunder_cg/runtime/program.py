@@ -5,20 +5,17 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from thunder_cg.analysis.causes import root_causes
 from thunder_cg.analysis.classify import Pattern
-from thunder_cg.analysis.collectives import described
+from thunder_cg.analysis.coalescing import described
 from thunder_cg.analysis.memory import MemoryEstimate, parameter_gradients
 from thunder_cg.analysis.ops import process_groups
 from thunder_cg.analysis.partition import PlannedTrace, Region
@@ -30,19 +27,23 @@ from thunder_cg.errors import CaptureError, RanksDiffer
 from thunder_cg.options import Options
 from thunder_cg.progress import Stage, is_shown
 from thunder_cg.runtime import skip_reasons
-from thunder_cg.runtime.agreement import DESTROYED, Collectives, Round, SameOptions, keep_eager
 from thunder_cg.runtime.arena import Arenas, CallMemory
 from thunder_cg.runtime.backend import Backend
 from thunder_cg.runtime.budget import ProgramBudget
 from thunder_cg.runtime.call import Call, Mode, SavedState
 from thunder_cg.runtime.changes import FEW, CallChange, Layouts, of_layouts
 from thunder_cg.runtime.compilation import Compilation
+from thunder_cg.runtime.counts import Counts
 from thunder_cg.runtime.guards import Guard
 from thunder_cg.runtime.pair import Pair
 from thunder_cg.runtime.program_inputs import ProgramInputs
+from thunder_cg.runtime.ranks.agreement import Collectives, Round
+from thunder_cg.runtime.ranks.groups import keep_eager
+from thunder_cg.runtime.ranks.same_options import SameOptions
 from thunder_cg.runtime.recording import Recording, RegionGraph, TraceRecording
-from thunder_cg.runtime.region import RuntimeRegion, Stats
+from thunder_cg.runtime.region import RuntimeRegion
 from thunder_cg.runtime.selection import Selection
+from thunder_cg.runtime.skip_reasons import SkipReason
 from thunder_cg.runtime.tensors import Layout
 
 if TYPE_CHECKING:
@@ -76,21 +77,7 @@ class SharedState:
     warned: set[str] = field(default_factory=set)  # causes of eager calls and ops that the log has a warning about
 
 
-@dataclass(eq=False)
-class Counts:
-    """What a program counts; by default, that it was never called."""
-
-    calls: int = 0
-    eager_calls: int = 0
-    warm_ups: int = 0
-    warm_up_seconds: float = 0.0
-    fast_path_calls: int = 0  # that went around Thunder's dispatch
-    remark: str | None = None  # what the user should know besides
-    fallbacks: Counter[str] = field(default_factory=Counter)
-    stats: Sequence[Stats] = ()  # of the regions
-
-
-class Program(Counts):
+class Program:
     """What the transform made of one trace: its plan, its regions, and how its calls begin and end.
 
     Args:
@@ -109,7 +96,7 @@ class Program(Counts):
         compilation: Compilation,
         same_options: SameOptions | None = None,
     ) -> None:
-        super().__init__(stats=[region.stats for region in regions])
+        self.counts = Counts(stats=[region.stats for region in regions])
         self.kind, self.ops, self.plan, self.aliasing = trace.kind, trace.ops, trace.plan, trace.aliasing
         self.regions, self._saved = list(regions), trace.saved
         self.options, self.backend, self._warned = shared.options, shared.backend, shared.warned
@@ -180,7 +167,7 @@ class Program(Counts):
         if self._begins_calls:
             self.pair.selection = Selection(self.backend)
         if self.collectives is not None:
-            self.remark, self.pair.selection = _NOT_TIMED, None
+            self.counts.remark, self.pair.selection = _NOT_TIMED, None
         if self.pair.selection is not None:
             self.pair.selection.join(self.regions, is_one_region=self.is_one_region)
 
@@ -194,21 +181,21 @@ class Program(Counts):
         return self._agree(self._begin(inputs), needs_others)
 
     def check_options(self) -> None:
-        """To be called before it communicates: see Note [Same options] in agreement.py. `OptionsDiffer` if ranks do."""
+        """To be called before it communicates: see Note [Same options]. `OptionsDiffer` if ranks do."""
         if self.same_options is not None:
             self.same_options.check(self.label)
             self.same_options = None
 
     def begin_without_regions(self) -> None:
         """Counts a call of a trace in which nothing is captured. After the first one, ``strict=True`` forbids it."""
-        self.calls += 1
+        self.counts.calls += 1
         causes = root_causes(self.ops, self.plan, self.aliasing)
         is_held = skip_reasons.is_held_back() or self.backend.busy()
-        if self.calls > 1 and causes and not is_held:
+        if self.counts.calls > 1 and causes and not is_held:
             first = causes[0]
             problem = f"nothing in it is captured: {first.name} {first.place} is eager ({first.detail})"
             fix = "compile more of the program together" if first.reason == Reason.TOO_SMALL.value else first.fix
-            raise CaptureError(f"{self.label}, call {self.calls}", problem, fix)
+            raise CaptureError(self.call_label, problem, fix)
 
     def _agree(self, call: Call, needs_others: bool = False) -> Call:
         """Has the other ranks know of a call that communicates. See Note [Agreement of ranks].
@@ -253,13 +240,13 @@ class Program(Counts):
         return True
 
     def _begin(self, inputs: list[torch.Tensor]) -> Call:
-        self.calls += 1
+        self.counts.calls += 1
         if (reason := self.skip_reason()) is not None:
             if not (self._eager_layout or self._warm or skip_reasons.is_watched() or self.inputs.unsupported(inputs)):
                 self._eager_layout = self.inputs.key(inputs)
             return Call(self).run_eagerly(reason)
         if self.collectives is not None and not self.collectives.are_alive():
-            return Call(self).run_eagerly(DESTROYED)
+            return Call(self).run_eagerly(skip_reasons.GROUP_IS_GONE)
         pair = self.pair
         if pair.selection is not None and pair.selection.is_complete():
             self._select(pair.selection)
@@ -298,7 +285,7 @@ class Program(Counts):
             return call.run_eagerly(skip_reasons.TIMED, strict=False)
         call.arena = pair.hold_arena()
         if pair.had_cycles:
-            self.remark = _CYCLES
+            self.counts.remark = _CYCLES
         if call.arena is None:
             return call.run_eagerly(skip_reasons.pools_in_use(self.options.max_arenas))
         call.arena.enter()
@@ -312,14 +299,14 @@ class Program(Counts):
         self.check_options()
         call = SavedState.call_in(saved)
         if call is None:
-            self.calls += 1
+            self.counts.calls += 1
             return self._agree(Call(self).run_eagerly(skip_reasons.NO_FORWARD))
         inputs = list(tensors)
         needs_others = self._tries_again()
         return self._agree(self._begin_backward(call, inputs), needs_others)
 
     def _begin_backward(self, call: Call, inputs: list[torch.Tensor]) -> Call:
-        self.calls += 1
+        self.counts.calls += 1
         self.pair.awaiting_backward.discard(call)
         call.program = self
         if call.arena is None:
@@ -327,7 +314,7 @@ class Program(Counts):
             eager.selection, eager.why_eager = call.selection, call.why_eager
             return eager.run_eagerly(skip_reasons.FORWARD_WAS_EAGER)
         if self.collectives is not None and not self.collectives.are_alive():
-            return call.run_eagerly(DESTROYED)
+            return call.run_eagerly(skip_reasons.GROUP_IS_GONE)
         call.arena.enter()
         if backward_keeps_graph():  # the call keeps its arena for the next backward
             return Call(self).run_eagerly(skip_reasons.RETAINED)
@@ -360,8 +347,8 @@ class Program(Counts):
             self.pair.drop(recording, "its backward gets gradients that are laid out in another way")
             self._note_warm(self.inputs.key(inputs))
             self._count_moves(recording.backwards, inputs)
-            reason = "the backward's inputs are not laid out as when it was captured, so both are captured anew"
-            return call.run_eagerly(reason, strict=False)
+            problem = "the backward's inputs are not laid out as when it was captured, so both are captured anew"
+            return call.run_eagerly(SkipReason(problem), strict=False)
         call.owned = dict(recording.owned)
         self._warm_up_or_capture(call, inputs)
         if call.mode is Mode.CAPTURE:
@@ -387,7 +374,7 @@ class Program(Counts):
         else:
             self._count_moves(call.recording.backwards, inputs)
             if self.pair.has_moved_gradients:
-                self.remark = self.remark or _HELD
+                self.counts.remark = self.counts.remark or _HELD
         self._reserve(call)
         recording = call.recording
         static = [
@@ -396,7 +383,7 @@ class Program(Counts):
             if tensor is not None and (self.is_static(name, recording) or call.owns(name, tensor))
         ]
         guard = Guard(inputs, static, self.inputs.written, self.inputs.settings)
-        call.trace = TraceRecording(guard, [None] * len(self.regions), self.calls, call.scratch, call.key)
+        call.trace = TraceRecording(guard, [None] * len(self.regions), self.counts.calls, call.scratch, call.key)
         call.verifies = self.options.verify is not None
         self._schedule_verification()
         return call.switch_to(Mode.CAPTURE)
@@ -427,9 +414,11 @@ class Program(Counts):
             self._warned.add(about)
             _logger.warning("%s: %s; %s; %s", self.label, change.problem, change.cost, change.fix)
         if self.options.strict and (never_replay or change.kind == "dropped"):
-            self.fallbacks["strict=True raised"] += 1
+            self.counts.fallbacks["strict=True raised"] += 1
             call.release()
-            raise CaptureError(f"{self.label}, call {self.calls}", f"{change.problem}; {change.cost}", change.fix)
+            raise CaptureError(
+                f"{self.label}, call {self.counts.calls}", f"{change.problem}; {change.cost}", change.fix
+            )
 
     def _change(self, key: Any, inputs: list[torch.Tensor]) -> CallChange | None:
         """What differs from all that was warmed up or captured before; None if the call repeats an earlier one."""
@@ -453,22 +442,22 @@ class Program(Counts):
 
     def _count_moves(self, traces: Sequence[TraceRecording], inputs: Sequence[torch.Tensor]) -> None:
         """Counts static inputs that are at another address than in the newest of these recordings, if it is young."""
-        young = [trace for trace in traces[:1] if self.calls - trace.since <= _LASTING]
+        young = [trace for trace in traces[:1] if self.counts.calls - trace.since <= _LASTING]
         self.pair.moves.add([self.inputs.names[i] for trace in young for i in trace.guard.moved(inputs)])
 
-    def skip_reason(self) -> str | None:
+    def skip_reason(self) -> SkipReason | None:
         """Why no call on this thread can replay a graph now."""
         return skip_reasons.skip_reason(self.backend, saves=bool(self._saved))
 
     def may_take_fast_path(self) -> bool:
         """Whether the next call on this thread may: it is not verified, and no ranks meet."""
         meets = self.collectives is not None and self.collectives.meets()
-        return not (meets or self.calls >= self.verify_after or self.skip_reason() is not None)
+        return not (meets or self.counts.calls >= self.verify_after or self.skip_reason() is not None)
 
     def may_replay_backward(self) -> bool:
         """Whether the backward under way may replay a graph: none is verified, and nothing keeps what is saved."""
         meets = self.collectives is not None and self.collectives.meets()
-        verifies = self._is_quarantined or self.calls >= self.verify_after
+        verifies = self._is_quarantined or self.counts.calls >= self.verify_after
         return not (meets or verifies or backward_keeps_graph() or skip_reasons.is_watched())
 
     @cached_property
@@ -482,14 +471,14 @@ class Program(Counts):
 
     def _verifies(self) -> bool:
         """Whether to verify the call that has just been counted. If so, schedules the next verification."""
-        if self.calls <= self.verify_after:
+        if self.counts.calls <= self.verify_after:
             return False
         self._schedule_verification()
         return True
 
     def _schedule_verification(self) -> None:
         if isinstance(self.options.verify, int):
-            self.verify_after = self.calls + self.options.verify - 1
+            self.verify_after = self.counts.calls + self.options.verify - 1
 
     # How a call ends
 
@@ -509,19 +498,19 @@ class Program(Counts):
 
     def count_replay(self) -> None:
         """Counts a call that only replays, of a fast path."""
-        self.calls += 1
+        self.counts.calls += 1
         if self.collectives is not None:
             self.collectives.count_replay()
 
     def count_raised(self, *, is_counted: bool) -> None:
         """Counts a call whose replay raised, unless it has been counted as a call already."""
-        self.calls += not is_counted
-        self.fallbacks[skip_reasons.RAISED] += 1
+        self.counts.calls += not is_counted
+        self.counts.fallbacks[skip_reasons.RAISED.problem] += 1
 
     def _end_trace(self, call: Call) -> None:
         """All regions have run."""
         if call.mode is Mode.WARMUP:
-            self.warm_up_seconds += time.perf_counter() - call.began
+            self.counts.warm_up_seconds += time.perf_counter() - call.began
             self._note_warm(call.key)
             self.budget.keeps(call)
         elif call.mode is Mode.CAPTURE:
@@ -530,9 +519,9 @@ class Program(Counts):
         if call.mode is Mode.EAGER or recording is None or trace is None:
             return
         if self.regions and not any(trace.graphs):
-            self.eager_calls += 1
+            self.counts.eager_calls += 1
             if not recording.incomplete:  # else the capture of a region has failed just now, which is counted
-                self.count_fallback(*self.regions[0].why_eager)
+                self.count_fallback(self.regions[0].why_eager)
 
     def _note_warm(self, key: Any) -> None:
         if len(self._warm) >= _MAX_LAYOUTS:
@@ -579,31 +568,36 @@ class Program(Counts):
 
     # What is counted, and said in the log
 
-    def raise_if_strict(self, reason: str) -> None:
+    @property
+    def call_label(self) -> str:
+        """What the log and errors call the last call."""
+        return f"{self.label}, call {self.counts.calls}"
+
+    def raise_if_strict(self, reason: SkipReason) -> None:
         if self.options.strict and reason not in skip_reasons.HELD_ELSEWHERE:
-            fix = self.fixes.get(reason, "fix that (print(explain(fn)) has the plan)")
-            raise CaptureError(f"{self.label}, call {self.calls}", reason, fix)
+            fix = self.fixes.get(reason.problem, "fix that (print(explain(fn)) has the plan)")
+            raise CaptureError(self.call_label, reason.problem, fix)
 
-    def count_fallback(self, reason: str, fix: str) -> None:
+    def count_fallback(self, reason: SkipReason) -> None:
         """Counts a call, or a region of it, that runs eagerly. The log warns once of each reason that has a fix."""
-        self.fallbacks[reason] += 1
-        if reason in skip_reasons.FIXES:
-            fix = self._at_places(reason, fix)
-        if fix and not reason.endswith(fix):
-            self.fixes[reason] = fix
-        warns = bool(fix) and reason not in self._warned
-        self._warned.add(reason)
-        said = reason if not fix or reason.endswith(fix) else f"{reason}; {fix}"
-        _logger.log(logging.WARNING if warns else logging.INFO, "%s, call %d: eager: %s", self.label, self.calls, said)
+        problem = reason.problem
+        self.counts.fallbacks[problem] += 1
+        if reason.fix:
+            reason = self._at_places(reason) if reason in skip_reasons.AROUND_CALLS else reason
+            self.fixes[problem] = reason.fix
+        level = logging.WARNING if reason.fix and problem not in self._warned else logging.INFO
+        self._warned.add(problem)
+        _logger.log(level, "%s: eager: %s", self.call_label, reason)
 
-    def _at_places(self, reason: str, fix: str) -> str:
-        """A fix with the lines from which calls have come, but for those that checkpointing repeats in a backward."""
-        places = self._places.setdefault(reason, {})
+    def _at_places(self, reason: SkipReason) -> SkipReason:
+        """The fix with the lines from which calls have come, but for those that checkpointing repeats in a backward."""
+        places = self._places.setdefault(reason.problem, {})
         repeats = self.kind == "forward" and in_backward()
         if len(places) < _MOST_PLACES and not repeats and (line := calling_line()) is not None:
             places[str(line)] = None
         *others, last = places or ("",)
-        return f"at {', '.join(others)}{' and ' * bool(others)}{last}, {fix}" if places else fix
+        at = f"at {', '.join(others)}{' and ' * bool(others)}{last}, " if places else ""
+        return reason._replace(fix=at + reason.fix)
 
     @contextmanager
     def progress(self, call: Call, doing: str, done: str, region: RuntimeRegion) -> Iterator[None]:
@@ -614,8 +608,7 @@ class Program(Counts):
             yield
         if _logger.isEnabledFor(logging.INFO):
             said = f"{done} {which}, {time.perf_counter() - call.began:.1f} s"
-            text = "%s, call %d: %s so far, memory pools hold %.1f MiB"
-            _logger.info(text, self.label, self.calls, said, self._pools_mebibytes())
+            _logger.info("%s: %s so far, memory pools hold %.1f MiB", self.call_label, said, self._pools_mebibytes())
 
     def _pools_mebibytes(self) -> float:
         return sum(each.nbytes() for each in self.pair.arenas()) / 2**20
@@ -628,23 +621,13 @@ class Program(Counts):
 
     def quarantine(self, call: Call, region: int) -> None:
         """Has no graph of a region replayed again, since one was wrong. Its ops run from here on."""
-        why, self.fixes[why] = self.regions[region].why_eager
+        why = self.regions[region].why_eager
         for recording, traces in self.recorded():
             if any(trace.graphs[region] is not None for trace in traces):
-                self.pair.drop(recording, why)
+                self.pair.drop(recording, why.problem)
         self._is_quarantined = True
+        self._warned.add(why.problem)  # the region does
         call.run_eagerly(why, strict=False)
-
-    def counts(self) -> Counts:
-        """What has been counted so far."""
-        return Counts(**{each.name: deepcopy(getattr(self, each.name)) for each in fields(Counts)})
-
-    def set_counts(self, counts: Counts) -> None:
-        """Counts on from there; what regions copy stays as it is."""
-        for mine, stats in zip(self.stats, counts.stats or repeat(Stats())):
-            for name in ("captures", "replays", "eager_runs", "verified", "capture_seconds"):
-                setattr(mine, name, getattr(stats, name))
-        vars(self).update({**vars(counts), "stats": self.stats})
 
     # What the report asks
 

@@ -16,7 +16,7 @@ from thunder_cg.compat.settings import Settings, kernel_settings, names_of_setti
 from thunder_cg.compat.tensors import has_storage, is_zero_tensor
 from thunder_cg.runtime.guards import OverlapGuard
 from thunder_cg.runtime.region import RuntimeRegion
-from thunder_cg.runtime.skip_reasons import WRITTEN_LEAF
+from thunder_cg.runtime.skip_reasons import WRITTEN_LEAF, SkipReason
 from thunder_cg.runtime.tensors import Layout, is_leaf_with_grad, is_plain, layout
 
 _MAX_MOVES = 3  # how often a parameter may move before it is copied like any other input
@@ -70,20 +70,21 @@ class ProgramInputs:
         """The settings in a key, by name."""
         return dict(zip(names_of_settings(self.settings), key[0]))
 
-    def unsupported(self, tensors: Sequence[Any]) -> str | None:
+    def unsupported(self, tensors: Sequence[Any]) -> SkipReason | None:
         """Why no graph can ever be right for these inputs."""
         for name, tensor in zip(self.names, tensors):
             if not is_plain(tensor):
                 kind = type(tensor).__name__
                 fix = "what its wait() returns" if kind == "AsyncCollectiveTensor" else "a plain one"
-                return f"{self._describe(name)} is a {kind}, not a plain tensor; pass {fix}"
+                return SkipReason(f"{self._describe(name)} is a {kind}, not a plain tensor", f"pass {fix}")
             if tensor is not None and (is_zero_tensor(tensor) or not has_storage(tensor)):
-                return f"{self._describe(name)} is a {tensor.layout} tensor without memory of its own"
+                return SkipReason(f"{self._describe(name)} is a {tensor.layout} tensor without memory of its own")
         if self.written:
             static = {i for i, is_static in enumerate(self._static) if is_static}
             if not OverlapGuard(tensors, static, self.written).admits(tensors):
                 names = ", ".join(self._describe(self.names[i]) for i in sorted(self.written)[:3])
-                return f"{names}, written in place, shares memory with another; pass separate tensors"
+                problem = f"{names}, written in place, shares memory with another"
+                return SkipReason(problem, "pass separate tensors")
             if self.refuses_leaves and any(is_leaf_with_grad(tensors[i]) for i in self.written):
                 return WRITTEN_LEAF
         return None

@@ -6,13 +6,12 @@ import time
 import warnings
 from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from thunder_cg.analysis.collectives import described
+from thunder_cg.analysis.coalescing import described
 from thunder_cg.analysis.ops import Op
 from thunder_cg.analysis.partition import Region
 from thunder_cg.analysis.region_io import RegionIO
@@ -23,6 +22,7 @@ from thunder_cg.errors import CaptureError, CaptureRefused, DisagreementWarning,
 from thunder_cg.runtime import skip_reasons
 from thunder_cg.runtime.backend import sentinels
 from thunder_cg.runtime.call import Call, Mode
+from thunder_cg.runtime.counts import Stats
 from thunder_cg.runtime.early_outputs import CopiedEarly, EarlyCopier
 from thunder_cg.runtime.failures import failing_op, is_out_of_memory, listed, note, sentence
 from thunder_cg.runtime.guards import Guard, OverlapGuard
@@ -30,6 +30,7 @@ from thunder_cg.runtime.inputs import detached, place, with_buffers
 from thunder_cg.runtime.lent import Lent
 from thunder_cg.runtime.outputs import AliasedInput, Outputs
 from thunder_cg.runtime.recording import RegionGraph
+from thunder_cg.runtime.skip_reasons import SkipReason
 from thunder_cg.runtime.tensors import address_if_any, is_leaf_with_grad, is_plain, is_sparse, overlaps_itself
 
 if TYPE_CHECKING:
@@ -39,19 +40,6 @@ _MAX_ATTEMPTS = 3  # warm-ups and captures that may fail for a reason that can p
 _SAME_CALLS = 'make the same calls on all ranks, or capture all but the collectives with capture_collectives="never"'
 _ZERO_GRAD = "call zero_grad() before one rank calls alone: it held gradients, and so has to capture anew; or "
 _DENY = "deny the operator with deny=[...]"
-
-
-@dataclass(slots=True)
-class Stats:
-    """Counts of one region. Bytes are those of the last recording, per call."""
-
-    captures: int = 0
-    replays: int = 0
-    eager_runs: int = 0
-    bytes_in: int = 0
-    bytes_out: int = 0
-    verified: int = 0
-    capture_seconds: float = 0.0  # of all captures, on the host
 
 
 class RuntimeRegion:
@@ -112,13 +100,13 @@ class RuntimeRegion:
         return self._profiled if profiler_state[IS_PROFILING] else self._function
 
     @property
-    def why_eager(self) -> tuple[str, str]:
-        """Of a region without a graph: why its ops run eagerly, as calls are counted, and what changes that."""
+    def why_eager(self) -> SkipReason:
+        """Of a region without a graph: why its ops run eagerly, as calls are counted."""
         if self.is_deselected:
-            return skip_reasons.DESELECTED, ""
+            return skip_reasons.DESELECTED
         if self.disagreement is not None:
-            return f"{self.name} disagrees with its ops", self.disagreement.fix
-        return f"{self.name} could not be captured: {self.failure}", self._fix
+            return SkipReason(f"{self.name} disagrees with its ops", self.disagreement.fix)
+        return SkipReason(f"{self.name} could not be captured: {self.failure}", self._fix)
 
     def run(self, call: Call, *args: Any) -> Sequence[Any]:
         """What the region does in a call, with its inputs: what stands behind its symbol in a forward."""
@@ -136,7 +124,7 @@ class RuntimeRegion:
             assert call.trace is not None
             graph = call.trace.graphs[self.index]
             if graph is not None and self.disagreement is not None:  # found while the call was in flight
-                call.run_eagerly(f"verify= found the graph of {self.name} wrong", strict=False)
+                call.run_eagerly(SkipReason(f"verify= found the graph of {self.name} wrong"), strict=False)
             elif graph is not None:
                 if graph.admits(args):
                     verifies = call.verifies and not self.communicates
@@ -145,14 +133,14 @@ class RuntimeRegion:
                         self.stats.replays += 1
                         return results
                     except ReplayRefused as error:
-                        call.run_eagerly(f"{self.name} could not be replayed: {sentence(error)}")
+                        call.run_eagerly(SkipReason(f"{self.name} could not be replayed: {sentence(error)}"))
                     except Exception:
                         call.program.count_raised(is_counted=True)
                         raise
                 else:
                     assert call.recording is not None
-                    reason = f"{self.name}: what an eager operator made is not laid out as when it was captured"
-                    call.run_eagerly(reason, strict=not call.program.pair.retire(call.recording))
+                    problem = f"{self.name}: what an eager operator made is not laid out as when it was captured"
+                    call.run_eagerly(SkipReason(problem), strict=not call.program.pair.retire(call.recording))
         elif self.refuses_leaves and any(is_leaf_with_grad(args[i]) for i in self.written):
             # Which raises, where a detached leaf would be written.
             call.run_eagerly(skip_reasons.WRITTEN_LEAF, strict=False)
@@ -250,7 +238,7 @@ class RuntimeRegion:
         except _NotRun as failed:
             self._fail(call, *failed.args)
         self._raise_if_strict(call)
-        call.program.count_fallback(f"{self.name} could not be warmed up: {self.failure}", self._fix)
+        call.program.count_fallback(SkipReason(f"{self.name} could not be warmed up: {self.failure}", self._fix))
         call.switch_to(Mode.EAGER)  # counted as eager when the warm-up began
         return self._run_eagerly(call, args)
 
@@ -354,13 +342,13 @@ class RuntimeRegion:
         Warm-ups and captures see plain tensors where calls have parameters: a fusion that torch.compile guards by the
         type of its inputs would otherwise be compiled again in the middle of a capture.
         """
-        taken = detached(args, self.written)
+        inputs = detached(args, self.written)
         for i in in_pool:
-            taken[i] = call.owned[self.input_names[i]]
+            inputs[i] = call.owned[self.input_names[i]]
         given_up = [call.owned.pop(name) for name in [n for n in call.owned if n not in self.io.alive]]
         kept = call.recording.owned.values() if call.recording is not None else ()
-        call.memory.forget(given_up, [*(taken[i] for i in in_pool), *call.owned.values(), *kept])
-        return taken
+        call.memory.forget(given_up, [*(inputs[i] for i in in_pool), *call.owned.values(), *kept])
+        return inputs
 
     def _aliased_inputs(self, taken: Sequence[Any], in_pool: frozenset[int]) -> list[AliasedInput]:
         """The arguments outside of the arena that results may be views of."""
@@ -396,7 +384,7 @@ class RuntimeRegion:
             # The operator itself raises, and the error says so. It may do better next time.
             self.failure, self.failed_attempts, self.stays_eager = before
             raise
-        call.program.count_fallback(*self.why_eager)
+        call.program.count_fallback(self.why_eager)
         return results
 
     def _run_instead(self, call: Call, args: Sequence[Any], in_pool: frozenset[int]) -> Sequence[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from thunder_cg.compat.settings import (
     dispatch_mode_count,
@@ -16,34 +17,59 @@ from thunder_cg.compat.settings import (
 )
 from thunder_cg.runtime.backend import Backend
 
-WATCHED = "a torch dispatch or function mode is active, which has to see each operator, and a replay shows it none"
-RETAINED = "the autograd graph is retained, so what its forward saved has to outlive this backward"
-HOOKS = "saved-tensor hooks are active (activation checkpointing, offloading), and they keep what a forward saves"
-FORWARD_AD = "forward-mode AD is active, and a graph computes no tangents"
-TRACED = "torch.jit.trace records each operator, and a replay shows it none"
-WRITTEN_LEAF = "an input that is written in place is a leaf that requires grad, which PyTorch does not allow"
-IN_CAPTURE = "inside another capture"
-IN_STEP = "inside a graphed step, whose own graph is to hold it"
-TIMED = 'select="measured" times the ops without graphs'
-DESELECTED = 'no region pays, and select="measured" leaves such regions eager'
-RAISED = "the replay raised an error"
-FORWARD_WAS_EAGER = "the forward of this backward ran eagerly"
-NO_FORWARD = "something has replaced what the forward saved for this backward, so its forward is unknown"
 
-# What changes a reason, where the caller can.
-FIXES = {
-    WATCHED: "take the mode off the calls that it need not see; give a FlopCounterMode the module that is not compiled",
-    RETAINED: "sum the losses and call backward once, without retain_graph=True; leave out create_graph=True, as "
-    "Thunder has no second derivatives, with and without graphs, and a backward through gradients raises",
-    HOOKS: "call torch.utils.checkpoint inside of the compiled function, where Thunder traces it, such as in the "
-    "forward of a module around the model, and compile that one; or give it use_reentrant=True, which needs an input "
-    "that requires grad; offload only what is not compiled",
-    FORWARD_AD: "call the compiled function outside of torch.func.jvp and torch.autograd.forward_ad",
-    TRACED: "trace the function that was not compiled",
-}
+class SkipReason(NamedTuple):
+    """Why a call, or a region of it, runs eagerly.
+
+    Attributes:
+        fix: what changes that, where the caller can; "" if it needs no change, or nothing changes it.
+    """
+
+    problem: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.problem}; {self.fix}" if self.fix else self.problem
+
+
+WATCHED = SkipReason(
+    "a torch dispatch or function mode is active, which has to see each operator, and a replay shows it none",
+    "take the mode off the calls that it need not see; give a FlopCounterMode the module that is not compiled",
+)
+RETAINED = SkipReason(
+    "the autograd graph is retained, so what its forward saved has to outlive this backward",
+    "sum the losses and call backward once, without retain_graph=True; leave out create_graph=True, as Thunder has no "
+    "second derivatives, with and without graphs, and a backward through gradients raises",
+)
+HOOKS = SkipReason(
+    "saved-tensor hooks are active (activation checkpointing, offloading), and they keep what a forward saves",
+    "call torch.utils.checkpoint inside of the compiled function, where Thunder traces it, such as in the forward of a "
+    "module around the model, and compile that one; or give it use_reentrant=True, which needs an input that requires "
+    "grad; offload only what is not compiled",
+)
+FORWARD_AD = SkipReason(
+    "forward-mode AD is active, and a graph computes no tangents",
+    "call the compiled function outside of torch.func.jvp and torch.autograd.forward_ad",
+)
+TRACED = SkipReason(
+    "torch.jit.trace records each operator, and a replay shows it none", "trace the function that was not compiled"
+)
+WRITTEN_LEAF = SkipReason(
+    "an input that is written in place is a leaf that requires grad, which PyTorch does not allow"
+)
+IN_CAPTURE = SkipReason("inside another capture")
+IN_STEP = SkipReason("inside a graphed step, whose own graph is to hold it")
+TIMED = SkipReason('select="measured" times the ops without graphs')
+DESELECTED = SkipReason('no region pays, and select="measured" leaves such regions eager')
+RAISED = SkipReason("the replay raised an error")
+FORWARD_WAS_EAGER = SkipReason("the forward of this backward ran eagerly")
+NO_FORWARD = SkipReason("something has replaced what the forward saved for this backward, so its forward is unknown")
+GROUP_IS_GONE = SkipReason("the process group of its collectives has been destroyed or aborted")
+
+# What is active around the call, so that its line says what to change.
+AROUND_CALLS = frozenset({WATCHED, RETAINED, HOOKS, FORWARD_AD, TRACED})
 # A graph around the call is to hold what it does, or the forward has said why: no mistake for ``strict=True``.
 HELD_ELSEWHERE = frozenset({IN_CAPTURE, IN_STEP, FORWARD_WAS_EAGER})
-
 
 _thread = threading.local()
 
@@ -63,7 +89,7 @@ def is_held_back() -> bool:
     return getattr(_thread, "is_held_back", False)
 
 
-def skip_reason(backend: Backend, *, saves: bool) -> str | None:
+def skip_reason(backend: Backend, *, saves: bool) -> SkipReason | None:
     """Why a call that ``saves`` tensors for a backward, or not, can replay no graph now."""
     if backend.busy():
         return IN_CAPTURE
@@ -83,16 +109,8 @@ def is_watched() -> bool:
     return bool(dispatch_mode_count() or (function_mode_count() and not only_device_modes()))
 
 
-def pools_in_use(limit: int) -> str:
-    """The reason where calls in flight hold all memory pools that a function may have, with what changes it."""
+def pools_in_use(limit: int) -> SkipReason:
+    """The reason where calls in flight hold all memory pools that a function may have."""
     held = f"all {limit} memory pools are in use, each" if limit > 1 else "the only memory pool is in use"
     fix = "drop or detach() what needs no backward, call it under torch.no_grad() if none follows, or raise max_arenas"
-    return f"{held} until its backward; {fix}"
-
-
-def fix_of(reason: str) -> str:
-    """What changes a reason for an eager call; "" if it needs no change, or nothing changes it.
-
-    Reasons about a call's inputs end with theirs: "...; pass separate tensors".
-    """
-    return FIXES.get(reason) or reason.partition("; ")[2]
+    return SkipReason(f"{held} until its backward", fix)

@@ -94,7 +94,7 @@ class TapeBackend:
         return getattr(_active, "tape", None) is not None
 
     def captured_addresses(self) -> dict[int, str]:
-        recorded = ((_name_of(step), tensor) for step in _active.tape.steps for tensor in _tensors_in(step))
+        recorded = ((step.name, tensor) for step in _active.tape.steps for tensor in step.tensors)
         return {tensor.data_ptr(): name for name, tensor in recorded if has_storage(tensor)}
 
     def captured_nodes(self) -> int:
@@ -135,24 +135,37 @@ class _RecordedCall:
     # Whether its results, or what it writes to, are inference tensors, to which nobody may write otherwise.
     inference: bool = field(default_factory=torch.is_inference_mode_enabled)
 
+    @property
+    def name(self) -> str:
+        return getattr(self.fn, "__qualname__", str(self.fn))
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What it keeps: its arguments, and then its results."""
+        return [*tensors_in((self.args, self.kwargs)), *(tensor for _, tensor in self.results)]
+
+    def integers(self) -> set[int]:
+        return {leaf for leaf in tree_leaves((self.args, self.kwargs)) if type(leaf) is int}
+
     def run(self, args: Any, kwargs: Any) -> Any:
         """Calls the operator, or the fusion, again, without history."""
         with torch.set_grad_enabled(self.grad), operators.below_autograd() if self.grad else nullcontext():
             return self.fn(*args, **kwargs)
 
 
-_Step = _RecordedCall | list[torch.Tensor]  # a list: these are copied out before the end
+@dataclass(frozen=True, slots=True)
+class _RecordedCopies:
+    """Tensors that are copied out at this point."""
+
+    tensors: list[torch.Tensor]
+    name: str = "copies out"
+    results: tuple[()] = ()
+
+    def integers(self) -> set[int]:
+        return set()
 
 
-def _tensors_in(step: _Step) -> list[torch.Tensor]:
-    """The tensors that a step of the tape keeps."""
-    if isinstance(step, list):
-        return step
-    return [*tensors_in((step.args, step.kwargs)), *(tensor for _, tensor in step.results)]
-
-
-def _name_of(step: _Step) -> str:
-    return "copies out" if isinstance(step, list) else getattr(step.fn, "__qualname__", str(step.fn))
+_Step = _RecordedCall | _RecordedCopies
 
 
 def _poison(storages: Iterable[torch.UntypedStorage]) -> None:
@@ -208,7 +221,7 @@ class _Tape(_Reuse):
         """Records an early copy of the tensors. Returns tensors that hold their memory."""
         with disable_dispatch_modes():
             kept = [tensor.detach() for tensor in tensors]
-        self.steps.append(kept)
+        self.steps.append(_RecordedCopies(kept))
         return kept
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -372,8 +385,7 @@ class TapeGraph:
     nbytes: int = 0  # there is no driver
 
     def __post_init__(self) -> None:
-        leaves = [tree_leaves((s.args, s.kwargs)) if isinstance(s, _RecordedCall) else [] for s in self.steps]
-        integers = [{leaf for leaf in each if type(leaf) is int} for each in leaves]
+        integers = [step.integers() for step in self.steps]
         self._has_sentinel = [not found.isdisjoint(self.sentinels) for found in integers]
         check_sentinels(self.sentinels, set().union(*integers))
         self._is_closed = False
@@ -383,7 +395,7 @@ class TapeGraph:
         _graphs.add(self)
 
     def tensors(self) -> Iterable[torch.Tensor]:
-        return [tensor for step in self.steps for tensor in _tensors_in(step)]
+        return [tensor for step in self.steps for tensor in step.tensors]
 
     def counts(self) -> dict[str, int]:
         return {"op": sum(isinstance(step, _RecordedCall) for step in self.steps)}
@@ -392,9 +404,8 @@ class TapeGraph:
         if self._is_closed:
             raise CudagraphError("write_dot: the graph has been destroyed; call the function again")
         with open(path, "w", encoding="utf-8") as file:
-            file.writelines(
-                f"{line}\n" for line in _dot([*self.steps, *([[*self.copied_out]] if self.copied_out else [])])
-            )
+            copies = [_RecordedCopies([*self.copied_out])] if self.copied_out else []
+            file.writelines(f"{line}\n" for line in _dot([*self.steps, *copies]))
 
     def close(self, *, may_wait: bool) -> None:
         self._is_closed, self.steps, self._has_sentinel, self._places = True, [], [], []
@@ -417,10 +428,12 @@ class TapeGraph:
                 raise ReplayRefused(error) from error
             copied = 0
             for step, has_sentinel in zip(self.steps, self._has_sentinel):
-                if isinstance(step, list):
-                    first, copied = copied, copied + len(step)
-                    copy_all(targets[first:copied], step)
-                    _poison(tensor.untyped_storage() for tensor in step)  # on a GPU, it may have another use from here
+                if isinstance(step, _RecordedCopies):
+                    first, copied = copied, copied + len(step.tensors)
+                    copy_all(targets[first:copied], step.tensors)
+                    _poison(
+                        tensor.untyped_storage() for tensor in step.tensors
+                    )  # on a GPU, it may have another use from here
                     continue
                 args, kwargs = step.args, step.kwargs
                 if has_sentinel:
@@ -439,16 +452,13 @@ def _dot(steps: Sequence[_Step]) -> Iterator[str]:
     yield "digraph tape {"
     makers: dict[int, int] = {}  # of memory, by its address
     for i, step in enumerate(steps):
-        tensors, results = _tensors_in(step), []
-        name = _name_of(step)
-        if not isinstance(step, list):
-            results = [tensor for _, tensor in step.results]
-        inputs = tensors[: len(tensors) - len(results)]
+        results = [tensor for _, tensor in step.results]
+        inputs = step.tensors[: len(step.tensors) - len(results)]
         shapes = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{[*t.shape]}" for t in results or inputs)
-        yield f'  {i} [shape=box, label="{name}\\n{shapes}"];'
+        yield f'  {i} [shape=box, label="{step.name}\\n{shapes}"];'
         read = set(map(address, inputs))
         yield from (f"  {maker} -> {i};" for maker in sorted({makers[at] for at in read & makers.keys()}))
-        makers.update((address(tensor), i) for tensor in (results or inputs) if not isinstance(step, list))
+        makers.update((address(tensor), i) for tensor in (results or inputs) if isinstance(step, _RecordedCall))
     yield "}"
 
 
@@ -477,9 +487,9 @@ class TapePool:
         """The system's allocator needs no help."""
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        made = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        self._given.discard(storage_id(made))  # of a storage that has gone
-        return made
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        self._given.discard(storage_id(tensor))  # of a storage that has gone
+        return tensor
 
     def warm_up(self, fn: Function, args: Sequence[Any]) -> Sequence[Any]:
         generator = torch.get_rng_state()
@@ -518,9 +528,7 @@ class TapePool:
             tape.undo()
             if tape.may_draw:  # other threads draw from it, too
                 torch.set_rng_state(generator)
-        calls = [step for step in tape.steps if isinstance(step, _RecordedCall)]
-        made = [tensor for call in calls for _, tensor in call.results]
-        self._note_made(made)
+        self._note_made([tensor for step in tape.steps for _, tensor in step.results])
         targets = copied_out(outputs) if copied_out is not None else ()
         self._captures += 1
         later = partial(self._storages, self._captures)
@@ -551,8 +559,8 @@ class TapePool:
         _poison([storage])
 
     def owned(self, tensors: Tensors) -> Set[int]:
-        made = self._storages()
-        return {storage_id(tensor) for tensor in tensors if tensor.untyped_storage().data_ptr() in made}
+        storages = self._storages()
+        return {storage_id(tensor) for tensor in tensors if tensor.untyped_storage().data_ptr() in storages}
 
     def disown(self, tensors: Tensors) -> None:
         """The CPU's allocator never hands owned memory out."""

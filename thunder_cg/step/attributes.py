@@ -32,8 +32,10 @@ from torch import nn
 
 from thunder_cg.compat.guards import dictionary_of, names_of
 from thunder_cg.compat.torch_compile import before_dynamo_compiles
+from thunder_cg.step.bytecode import growing, instructions
+from thunder_cg.step.lookups import MISSING, own
 from thunder_cg.step.places import Place
-from thunder_cg.step.reads import GROWING, MISSING, growing, instructions, own
+from thunder_cg.step.reads import GROWING
 
 _CHANGEABLE, _IMMUTABLE = 1 << 9, 1 << 8  # flags of a type in CPython: made by a class statement, and frozen
 _POINTER = struct.calcsize("P")  # bytes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -30,11 +30,10 @@ from thunder_cg.step.collector import facts_of
 from thunder_cg.step.facts import ATOMS, fact_of
 from thunder_cg.step.fixes import fix_of_argument
 from thunder_cg.step.gradients import place_of
-from thunder_cg.step.reads import may_change
+from thunder_cg.step.structure import Structure
 
 _PLACE = re.compile(r"\[[01]\]\[(?:(\d+)|'(\w+)')\]")  # the beginning of a path to a leaf of args and kwargs
 _TENSOR = object()
-_PLAIN = {tuple, list, dict}
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Batch:
     tensors: list[Tensor]
     same: dict[int, int]  # positions of tensors that are the same one as an earlier one, and its position
     constants: tuple[Any, ...]  # the fact of each leaf, and those of what it has; `_TENSOR` for a tensor
-    structure: _Structure
+    structure: Structure
     leaves: list[Any]
 
     @classmethod
@@ -54,7 +53,7 @@ class Batch:
             leaves, tree = [*args], None  # which takes a third of the time
         else:
             leaves, tree = _flattened((args, kwargs))
-        structure = _Structure(tree)
+        structure = Structure(tree, facts_of)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for tensor in tensors:
             if tensor.device.type != device_type:
@@ -93,18 +92,18 @@ class Batch:
         """
         found = iter(tensors)
         leaves = [next(found) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        places = [*map(place_of, given)]
+        passed = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        places = [*map(place_of, passed)]
         tree = self.structure.tree
         args, kwargs = (leaves, {}) if tree is None else tree_unflatten(leaves, tree)
         result = fn(*args, **kwargs)
-        for tensor, before in zip(given, places):
+        for tensor, before in zip(passed, places):
             if tensor.requires_grad or vars(tensor) or place_of(tensor) != before:
                 fix = "take another tensor of its content, as in x = x.detach().requires_grad_()"
                 raise CaptureRefused(f"the step changes {_name(tensor, leaves, self.structure)}; {fix}")
         if tree is not None:
             left, tree = tree_flatten((args, kwargs), is_size)
-            if _Structure(tree) != self.structure or not all(map(is_, left, leaves)):
+            if Structure(tree, facts_of) != self.structure or not all(map(is_, left, leaves)):
                 fix = "copy it first, as in batch = dict(batch)"
                 raise CaptureRefused(f"the step changes a dictionary or a list among its arguments; {fix}")
         return result, (args, kwargs)
@@ -113,45 +112,6 @@ class Batch:
 def _fact_of(value: Any) -> tuple[Any, tuple[Any, ...]]:
     """That of a plain value, and those of what a value of a class of the user's has, and the class itself."""
     return fact_of(value), () if type(value) in ATOMS else facts_of(value)
-
-
-class _Structure:
-    """How arguments are nested. Equal for the same keys of dictionaries, as 1 and True are not, and the same classes.
-
-    Attributes:
-        tree: as PyTorch has it; None if each argument is a tensor.
-    """
-
-    __slots__ = ("facts", "tree")
-
-    def __init__(self, tree: Any) -> None:
-        self.tree, self.facts = tree, None if tree is None else [*_facts_of_tree(tree)]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Structure) and self.facts == other.facts
-
-    def __hash__(self) -> int:
-        return hash(self.tree and self.tree.num_nodes)
-
-
-def _facts_of_tree(tree: Any) -> Iterator[Any]:
-    if tree.type is None:  # a leaf
-        yield None
-        return
-    yield tree.type
-    yield _facts_of_key(tree.context)
-    if tree.type not in _PLAIN:  # others may have methods, which read what their classes define
-        yield [facts_of(each) for each in (tree.type, tree.context) if isinstance(each, type) and may_change(each)]
-    for each in tree.children():
-        yield from _facts_of_tree(each)
-
-
-def _facts_of_key(key: Any) -> Any:
-    if type(key) is str or key is None:
-        return key
-    if isinstance(key, (tuple, list, frozenset)):
-        return type(key), *map(_facts_of_key, key)
-    return _fact_of(key) if isinstance(key, (*ATOMS, type)) else (type(key), key, repr(key))
 
 
 def _flattened(arguments: Any) -> tuple[list[Any], Any]:
@@ -195,7 +155,7 @@ def changed_argument(before: Any, after: Any) -> tuple[str, Any, Any] | None:
     return None
 
 
-def argument_at(structure: _Structure, position: int) -> str:
+def argument_at(structure: Structure, position: int) -> str:
     """``"argument 1['labels']"``: where the leaf at a position is in arguments of this structure."""
     if (tree := structure.tree) is None:
         return f"argument {position}"
@@ -203,5 +163,5 @@ def argument_at(structure: _Structure, position: int) -> str:
     return _PLACE.sub(r"argument \1\2", keystr(places[position][0]))
 
 
-def _name(leaf: Any, leaves: Sequence[Any], structure: _Structure) -> str:
+def _name(leaf: Any, leaves: Sequence[Any], structure: Structure) -> str:
     return argument_at(structure, next(i for i, each in enumerate(leaves) if each is leaf))

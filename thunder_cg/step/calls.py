@@ -60,9 +60,12 @@ from thunder_cg.compat.torch_compile import code_before_dynamo, is_restored_by_d
 from thunder_cg.errors import CaptureLater, CaptureRefused
 from thunder_cg.runtime.tensors import address_if_any, is_plain
 from thunder_cg.step.attributes import unwatched
+from thunder_cg.step.bytecode import sets_variables
 from thunder_cg.step.facts import ATOMS
 from thunder_cg.step.heap import known_functions
-from thunder_cg.step.reads import MISSING, Called, content_of_cell, is_constant, is_installed, sets_variables
+from thunder_cg.step.lookups import MISSING, content_of_cell
+from thunder_cg.step.packages import is_constant, is_installed
+from thunder_cg.step.reads import Called
 from thunder_cg.step.snapshot import Undo
 
 _GENERATED = ("<eval_with_key>", "thunder.")  # files with the code of graphs and traces

@@ -45,17 +45,10 @@ from thunder_cg.compat.tensors import has_storage, version
 from thunder_cg.compat.torch import OPERATORS
 from thunder_cg.step.attributes import Names, hides_state, own_attributes, slots_of
 from thunder_cg.step.facts import ATOMS, Content, Facts, Same, fact_of
-from thunder_cg.step.places import Carried, Place, plain_copy
-from thunder_cg.step.reads import (
-    CONSTANT_PACKAGES,
-    MISSING,
-    compiled_modules,
-    is_data,
-    is_installed,
-    is_users,
-    may_change,
-    own,
-)
+from thunder_cg.step.lookups import MISSING, own
+from thunder_cg.step.packages import CONSTANT_PACKAGES, is_installed, is_users, may_change
+from thunder_cg.step.places import Carried, CarriedPlace, Place, plain_copy
+from thunder_cg.step.reads import compiled_modules, is_data
 from thunder_cg.step.snapshot import data_of_c
 from thunder_cg.step.watch import Watch
 
@@ -98,7 +91,7 @@ class Collector:
         self._device_type, self._names, self._to_carry = device_type, names, carried
         self.facts = Facts()
         self.places: dict[str, list[tuple[Place, Any]]] = {}  # of tensors: where each is, or what it is a part of
-        self.carried: dict[Any, tuple[str, Place, Any]] = {}  # by the place's key, with the fact
+        self.carried: dict[Any, CarriedPlace] = {}  # by the place's key
         self.tensors: dict[int, Tensor] = {}
         self.roots: dict[int, tuple[str, Any]] = {}  # modules and optimizers, whose facts are many
         self.averages: list[AveragedModel] = []  # see averages.py
@@ -196,7 +189,7 @@ class Collector:
             return False
         self.facts[label] = carried.fact
         self.facts[f"what {label} is in"] = Same(places[-1].holder)
-        self.carried[places[-1].key] = label, places[-1], carried.fact
+        self.carried[places[-1].key] = CarriedPlace(label, places[-1], carried.fact)
         return True
 
     def _add_cached(self, label: str, value: Any, depth: int) -> None:

@@ -13,11 +13,16 @@ import torch
 from torch import Tensor
 
 from thunder_cg.runtime.tensors import has_history
-from thunder_cg.step.reads import MISSING, numbered
+from thunder_cg.step.lookups import MISSING
 
 REQUIRES_GRAD, WITH_HISTORY = " that requires grad", " with a history"  # how what is said of a tensor ends
 ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, range)
 _EXACT = {*ATOMS} - {float, complex, range}  # equal if they are the same
+
+
+def numbered(label: str, count: int) -> str:
+    """A name for the thing of this name that comes after ``count - 1`` others."""
+    return label if count == 1 else f"{label} (the {count}. of this name)"
 
 
 class Facts(dict[str, Any]):

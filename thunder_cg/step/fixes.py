@@ -27,9 +27,10 @@ from thunder_cg.analysis.sources import SourceLine
 from thunder_cg.compat.guards import names_of
 from thunder_cg.compat.lines import line_in_trace
 from thunder_cg.compat.tensors import tensors_in
+from thunder_cg.step.bytecode import instructions
 from thunder_cg.step.calls import is_of_package, line_with_code
 from thunder_cg.step.facts import REQUIRES_GRAD, WITH_HISTORY, Atom, Facts, Same, difference, subject
-from thunder_cg.step.reads import instructions, is_installed, is_users
+from thunder_cg.step.packages import is_installed, is_users
 
 _ONCE = {
     r"the priorities of torch\.nn\.attention\.sdpa_kernel": "PyTorch does at the first attention",

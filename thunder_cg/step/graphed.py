@@ -32,11 +32,13 @@ from thunder_cg.errors import (
 )
 from thunder_cg.options import StepOptions
 from thunder_cg.progress import Stage
-from thunder_cg.runtime.agreement import Collectives, Round, StepCall, call_of_step, meets
 from thunder_cg.runtime.arena import Arena, Arenas
 from thunder_cg.runtime.backends import resolve
 from thunder_cg.runtime.changes import for_shapes
 from thunder_cg.runtime.failures import note_replay
+from thunder_cg.runtime.ranks.agreement import Collectives, Round
+from thunder_cg.runtime.ranks.groups import meets
+from thunder_cg.runtime.ranks.steps import StepCall, call_of_step
 from thunder_cg.runtime.skip_reasons import held_back, skip_reason
 from thunder_cg.step.attributes import Attributes
 from thunder_cg.step.averages import move_counters
@@ -162,8 +164,8 @@ class GraphedStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._lock:
             self.calls += 1
-            if (reason := skip_reason(self._backend, saves=True)) is not None:
-                return self._run_in_python(args, kwargs, reason)
+            if (skipped := skip_reason(self._backend, saves=True)) is not None:
+                return self._run_in_python(args, kwargs, skipped.problem)
             try:
                 batch = Batch.of(args, kwargs, self._backend.device_type)
             except CaptureRefused as error:
@@ -197,7 +199,7 @@ class GraphedStep:
         """Runs the step in Python. The compiled modules in it have their own graphs."""
         self.in_python[reason] += 1
         groups = self._groups(layout if layout in self._communicates else None)
-        votes = Round(groups or [], asks=True)
+        votes = Round(groups or [])
         votes.decline(reason)
         with call_of_step(self._backend.device_type, votes) as call:
             result = _detached(self._fn(*args, **kwargs))
@@ -264,12 +266,12 @@ class GraphedStep:
             return self._note(state, call)
 
     def _meet(self, recording: StepRecording, carried: Sequence[Tensor], call: _Call) -> Any:
-        """Replays, or captures anew if another rank needs that. See Note [Meetings] in runtime/agreement.py."""
+        """Replays, or captures anew if another rank needs that. See Note [Meetings] in groups.py."""
         state, groups = self._state(), self._groups(call.layout)
         ready = self._ready_for(call.layout, state)
         if groups and ready is not None and self.captures_pay():
             return self._try_capture(state, call, ready, recording)
-        Round(groups or [], asks=True).decline("it replays")
+        Round(groups or []).decline("it replays")
         return self._replay(recording, carried, call)
 
     def _ready_for(self, layout: Any, state: StepState) -> _Ready | None:
@@ -291,7 +293,7 @@ class GraphedStep:
         Args:
             known: a recording that could be replayed, and is if no rank needs a capture, or this one fails.
         """
-        calls, votes = Calls(self._backend.device_type), Round(self._groups(call.layout) or [], asks=True)
+        calls, votes = Calls(self._backend.device_type), Round(self._groups(call.layout) or [])
         try:
             if state.objection is not None:
                 raise CaptureRefused(state.objection)
@@ -299,7 +301,7 @@ class GraphedStep:
                 problem = f"autocast is entered outside of the step, where it may keep {weight} as it was cast before"
                 raise CaptureRefused(f"{problem}; enter it in the step alone")
             if (objection := self._communicates[call.layout].objection) is not None:
-                raise RanksDiffer(objection[0], may_pass=objection[1])
+                raise RanksDiffer(objection.why, may_pass=objection.may_pass)
             could_replay = known is not None
             if votes.ask(_BEFORE, self.name, could_replay=could_replay) and known is not None:
                 return self._replay(known, known.state.carried_tensors(), call)
@@ -410,26 +412,26 @@ class GraphedStep:
             kept = 0 if self._groups(layout) else self._max_recordings - 1  # ranks may not find the same one
             self._ready[layout] = [ready, *self._ready.pop(layout, ())[:kept]]
             _forget_oldest(self._ready)
+            is_new_shape = reason.startswith(_SHAPE)
+            if not (is_new_shape or reason.startswith(_FIRST)):
+                self._count_unstable(reason, fix or fix_if_repeated(reason))
+            elif is_new_shape and len(self._ready) == _MAX_UNSTABLE and not self.captures:
+                self._warn(reason)
+            return result
+        fix = fix_of_moved(moved) if moved else fix_of_change(str(change), state.facts, self._roots, in_step=True)
+        found = self._state() if is_new else state
+        change = moved or str(change)
+        change += state.line_of(change) if fix or fix_if_repeated(change) else ""
+        if fix and not moved:
+            fix += also_changed(change, before, now, state.facts, self._roots, state.line_of)
+        # A hook is the cause, maybe. What changes once, as the first step's state does, is not what is in the way.
+        objection = found.hooked or (None if fix else found.objection)
+        self.in_python -= Counter([reason])
+        self.in_python[objection or f"{change}, in the step{fix or of_first_step(change)}"] += 1
+        if objection is not None:
+            self._refuse(layout, state.facts, objection)
         else:
-            fix = fix_of_moved(moved) if moved else fix_of_change(str(change), state.facts, self._roots, in_step=True)
-            found = self._state() if is_new else state
-            change = moved or str(change)
-            change += state.line_of(change) if fix or fix_if_repeated(change) else ""
-            # A hook is the cause, maybe. What changes once, as the first step's state does, is not what is in the way.
-            objection = found.hooked or (None if fix else found.objection)
-            if fix and not moved:
-                fix += also_changed(change, before, now, state.facts, self._roots, state.line_of)
-            self.in_python -= Counter([reason])
-            once = of_first_step(change) if not fix else ""
-            self.in_python[objection or f"{change}, in the step{fix or once}"] += 1
-            if objection is not None:
-                self._refuse(layout, state.facts, objection)
-                return result
-        is_new_shape = reason.startswith(_SHAPE)
-        if change is not None or not (is_new_shape or reason.startswith(_FIRST)):
-            self._count_unstable(change or reason, fix or fix_if_repeated(change or reason))
-        elif is_new_shape and len(self._ready) == _MAX_UNSTABLE and not self.captures:
-            self._warn(reason)
+            self._count_unstable(change, fix or fix_if_repeated(change))
         return result
 
     def _what_is_new(self, layout: Any, known: _Ready | None, state: StepState) -> tuple[str, str]:
@@ -515,11 +517,11 @@ class GraphedStep:
     def _make_room(self, arena: Arena, device: torch.device, layout: Any, expected: int | None = None) -> None:
         """`NoRoom` if what a capture needs is past the budget: see Note [Memory budget] in runtime/arena.py."""
         kept = len(self.recordings)
-        if (problem := self._arenas.make_room([arena], device, self.captures_pay, expected)) is not None:
+        if (reason := self._arenas.make_room([arena], device, self.captures_pay, expected)) is not None:
             may_pass = len(self.recordings) < kept
             if expected is None and not may_pass:
                 self._ready[layout] = [replace(each, needs=arena.nbytes()) for each in self._ready[layout]]
-            raise NoRoom(problem, may_pass=may_pass)
+            raise NoRoom(str(reason), may_pass=may_pass)
 
     def captures_pay(self) -> bool:
         """Whether captures up to now have been replayed often enough for one more."""
@@ -596,11 +598,11 @@ def _forget_oldest(by_layout: dict[Any, Any]) -> None:
 
 def _detached(result: Any) -> Any:
     """The result as a replay returns it: without a history. One tensor stays one."""
-    made: dict[int, Tensor] = {}
+    detached: dict[int, Tensor] = {}
     leaves, tree = tree_flatten(result, is_size)
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
-            leaves[i] = made.setdefault(id(leaf), leaf.detach())
+            leaves[i] = detached.setdefault(id(leaf), leaf.detach())
     return tree_unflatten(leaves, tree)
 
 

@@ -23,7 +23,8 @@ from typing import Any
 from torch import Tensor
 
 from thunder_cg.compat.tensors import has_memory
-from thunder_cg.step.reads import is_constant, own
+from thunder_cg.step.lookups import own
+from thunder_cg.step.packages import is_constant
 
 _MAX_HOLDERS = 5  # of one another, that are looked through for a name
 
@@ -49,7 +50,7 @@ def known_tensors() -> list[Tensor]:
 
 
 def known_functions(codes: Collection[types.CodeType]) -> list[types.FunctionType]:
-    """Those with one of the codes, none of which a package has that is constant: see Note [Packages] in reads.py."""
+    """Those with one of the codes, none of which a package has that is constant: see Note [Packages] in packages.py."""
     functions = _with_frozen(gc.get_referrers(*(_frozen.marker or ()), *codes), {types.FunctionType})
     wanted = {*map(id, codes)}  # to hash a code is slow
     return _each_once(compress(functions, map(wanted.__contains__, map(id, map(attrgetter("__code__"), functions)))))

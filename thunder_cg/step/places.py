@@ -15,17 +15,20 @@ import types
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from thunder_cg.compat.guards import dictionary_of, module_dictionaries, names_of
 from thunder_cg.compat.tensors import has_storage, tree_flatten, tree_unflatten
 from thunder_cg.runtime.tensors import layout
-from thunder_cg.step.reads import MISSING, Path, Read, content_of_cell, may_change, own, value_of
+from thunder_cg.step.lookups import MISSING, Path, content_of_cell, own, value_of
+from thunder_cg.step.packages import may_change
+from thunder_cg.step.reads import Read
+from thunder_cg.step.structure import Structure
 
 _CONTAINERS = (tuple, list, dict)
-_LEAF = tree_flatten(0)[1]
+_LEAF = Structure(tree_flatten(0)[1])
 
 
 class Place:
@@ -125,11 +128,19 @@ def place_of_read(read: Read) -> tuple[Place, ...]:
     return (last,) if last is not None and last.get() is read.get() else ()
 
 
+class CarriedPlace(NamedTuple):
+    """Where a value is carried."""
+
+    label: str
+    place: Place
+    fact: Layout
+
+
 @dataclass(frozen=True)
 class Layout:
     """The fact of what is carried."""
 
-    structure: Any
+    structure: Structure
     layouts: tuple[Any, ...]  # of each tensor
 
     def __repr__(self) -> str:
@@ -143,22 +154,26 @@ class Carried:
 
     Attributes:
         tensors: in it.
+        tree: how they are nested, as PyTorch has it.
         fact: equal for values that can stand for each other.
     """
 
-    __slots__ = ("fact", "structure", "tensors")
+    __slots__ = ("fact", "tensors", "tree")
 
-    def __init__(self, tensors: list[Tensor], structure: Any) -> None:
-        self.tensors, self.structure = tensors, structure
-        keys = "" if structure is _LEAF else repr(structure)  # tells those that are equal apart, as 1 and True are
-        self.fact = Layout((structure, keys), tuple(map(layout, tensors)))
+    def __init__(self, tensors: list[Tensor], structure: Structure) -> None:
+        self.tensors, self.tree = tensors, structure.tree
+        self.fact = Layout(structure, tuple(map(layout, tensors)))
 
     @classmethod
     def of(cls, value: Any, device_type: str) -> Carried | None:
         """None if it is something else than plain tensors on the device, without a history."""
         if type(value) is not Tensor and not isinstance(value, _CONTAINERS):
             return None
-        leaves, structure = ([value], _LEAF) if type(value) is Tensor else tree_flatten(value)
+        if type(value) is Tensor:
+            leaves, structure = [value], _LEAF
+        else:
+            leaves, tree = tree_flatten(value)
+            structure = Structure(tree)
         if not leaves or any(type(leaf) is not Tensor or leaf.device.type != device_type for leaf in leaves):
             return None
         are_plain = all(has_storage(t) and not (vars(t) or t.requires_grad) for t in leaves)
@@ -172,4 +187,4 @@ class Carried:
 
     def with_tensors(self, tensors: list[Tensor]) -> Any:
         """The same with other tensors."""
-        return tree_unflatten(tensors, self.structure)
+        return tree_unflatten(tensors, self.tree)

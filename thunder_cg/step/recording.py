@@ -31,11 +31,11 @@ from thunder_cg.compat.distributed import ProcessGroup, local_tensor
 from thunder_cg.compat.settings import Settings, kernel_settings
 from thunder_cg.compat.tensors import has_storage, is_size, tree_flatten, tree_leaves, tree_unflatten, version
 from thunder_cg.errors import CaptureLater, CaptureRefused, ReplayRefused, without_frames
-from thunder_cg.runtime.agreement import Collectives
 from thunder_cg.runtime.arena import Arena, RecordingUse
 from thunder_cg.runtime.backend import Backend, Graph, Pool
 from thunder_cg.runtime.inputs import CopiedInput
 from thunder_cg.runtime.outputs import AliasedInput, Outputs
+from thunder_cg.runtime.ranks.agreement import Collectives
 from thunder_cg.runtime.tensors import address_if_any, is_plain
 from thunder_cg.step.averages import known_to_be_positive
 from thunder_cg.step.batch import Batch
@@ -47,8 +47,9 @@ from thunder_cg.step.heap import known_tensors
 from thunder_cg.step.memory import nbytes
 from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, memory_of_tensors, moved, refuse_other_memory
 from thunder_cg.step.outside import settings_of_numpy, states_outside
+from thunder_cg.step.packages import is_constant
 from thunder_cg.step.places import Carried, place_of_read
-from thunder_cg.step.reads import Read, is_constant, settings_in
+from thunder_cg.step.reads import Read, settings_in
 from thunder_cg.step.snapshot import Snapshot
 from thunder_cg.step.stack import clear_stack
 from thunder_cg.step.state import StepState
@@ -86,7 +87,7 @@ class StepRecording(RecordingUse):
     memory: frozenset[int]  # where the state's tensors are, and gradients that the step reads or adds to
     gradient_nbytes: int  # of the pool: recordings may share gradients
     settings: list[tuple[Callable[[], Any], Any]]  # of PyTorch and NumPy, and what ABC.register() has changed
-    carried: list[tuple[Callable[[Any], object], Any, int]]  # puts a value with a structure and a number of tensors
+    carried: list[tuple[Callable[[Any], object], Any]]  # puts a value that PyTorch has as a tree
     replaced: ReplacedStorages
     added: list[tuple[Read, int]]  # to numbers
     only_once: CaptureRefused | None = None  # why no later replay would be right; the first one is
@@ -188,7 +189,7 @@ class StepRecording(RecordingUse):
         """Runs the step again, with the tensors of a batch and those to carry in. `ReplayRefused` if nothing of it
         happened.
         """
-        results: list[Any] = [None] * (self.structure[1] + sum(count for _, _, count in self.carried))
+        results: list[Any] = [None] * (self.structure.num_leaves + sum(tree.num_leaves for _, tree in self.carried))
         try:
             targets = self.outputs.allocate(results)
         except torch.OutOfMemoryError as error:
@@ -200,9 +201,9 @@ class StepRecording(RecordingUse):
         if self.collectives is not None:
             self.collectives.count_replay()
         self.outputs.derive(results, [*inputs, *self.state.memory])
-        for put, structure, count in reversed(self.carried):
-            results, tensors = results[:-count], results[-count:]
-            put(tree_unflatten(tensors, structure))
+        for put, tree in reversed(self.carried):
+            results, tensors = results[: -tree.num_leaves], results[-tree.num_leaves :]
+            put(tree_unflatten(tensors, tree))
         for read, number in self.added:
             for at in place_of_read(read):
                 at.put(at.get() + number)
@@ -213,7 +214,7 @@ class StepRecording(RecordingUse):
             parameter.grad = None
         if self.touched:
             torch.autograd.graph.increment_version(self.touched)
-        return tree_unflatten(results, self.structure[0])
+        return tree_unflatten(results, self.structure)
 
 
 class _Body:
@@ -234,7 +235,7 @@ class _Body:
         aliases = {id(buffer): buffer.detach() for buffer in carried}
         self._aliases = [aliases[id(buffer)] for buffer in carried]  # what is carried in
         self._buffer_of = {id(alias): buffer for alias, buffer in zip(self._aliases, carried)}
-        self.carried: list[tuple[Callable[[Any], object], Any, int]] = []  # what is carried out
+        self.carried: list[tuple[Callable[[Any], object], Any]] = []  # what is carried out
         self.added: list[tuple[Read, int]] = []
         self._found_or_left: list[Any] = []  # in places of what is carried, and in lists
         self._stay: list[Tensor] = []  # in places of what is carried
@@ -276,7 +277,7 @@ class _Body:
                     )
             elif not isinstance(leaf, ATOMS):
                 raise CaptureRefused(f"a result is a {type(leaf).__name__}; return tensors")
-        self.structure = structure, len(leaves)
+        self.structure = structure
         self.addresses = {**self._captured_addresses(backend), **self._calls.communicated}
         left += self._take_appended(lists)
         self._take_added(numbers)
@@ -287,8 +288,8 @@ class _Body:
         if _storages(leaves[structure.num_leaves :]) & _storages(each.grad for each in self._state.parameters):
             raise CaptureRefused(_IS_GRADIENT)
         self.results = _storages(leaves[: structure.num_leaves])
-        made = {id(leaf): self._to_leave(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
-        return [made.get(id(leaf), leaf) for leaf in leaves]
+        results = {id(leaf): self._to_leave(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+        return [results.get(id(leaf), leaf) for leaf in leaves]
 
     def _to_leave(self, tensor: Tensor) -> Tensor:
         """What a replay gives for a tensor: one object for each, since Python may ask whether two are one."""
@@ -306,25 +307,25 @@ class _Body:
     def _carry(self) -> Iterator[list[Tensor]]:
         """Has the step find buffers in the places of what is carried. Yields a list that gets what it leaves there."""
         left: list[Tensor] = []
+        carried, values = self._state.carried, self._state.carried_values()
         aliases = iter(self._aliases)
-        found = []
-        for (label, at, _), then in zip(self._state.carried, self._state.carried_values()):
-            found.append((label, at, at.get(), then, [*islice(aliases, len(then.tensors))]))
+        buffers = [[*islice(aliases, len(value.tensors))] for value in values]
         self._aliases.clear()  # one that the step keeps elsewhere would be found
-        given = [then.with_tensors(tensors) for _, _, _, then, tensors in found]
-        for (_, at, _, _, _), value in zip(found, given):
-            at.put(value)
+        stand_ins = [value.with_tensors(tensors) for value, tensors in zip(values, buffers)]
+        had = [each.place.get() for each in carried]
+        for each, value in zip(carried, stand_ins):
+            each.place.put(value)
         yield left
-        for (label, at, before, then, tensors), value in zip(found, given):
-            now, is_given = Carried.of(left_there := at.get(), self._state.device.type), left_there is value
-            at.put(before)
+        for (label, place, _), before, then, value, tensors in zip(carried, had, values, stand_ins, buffers):
+            now, is_given = Carried.of(left_there := place.get(), self._state.device.type), left_there is value
+            place.put(before)
             self._found_or_left += [value] if is_given else [value, left_there]
             if is_given and all(map(is_, tree_leaves(value), tensors)):
                 self._stay += tensors
                 continue
             if is_given or now is None or not now.is_like(then):
                 raise CaptureRefused(f"the step leaves something else in {label} than a new tensor like the one before")
-            self.carried.append((at.put, now.structure, len(now.tensors)))
+            self.carried.append((place.put, now.tree))
             left += now.tensors
 
     def _take_appended(self, lists: Iterable[_Grown]) -> list[Tensor]:
@@ -338,7 +339,7 @@ class _Body:
                 fix = "detach them, or return them, and append them outside of the step"
                 raise CaptureRefused(f"the step appends {_OTHERS} to {read.label} ({read.line}); {fix}")
             self._found_or_left += appended
-            self.carried.append((partial(_extend, read.get), carried.structure, len(carried.tensors)))
+            self.carried.append((partial(_extend, read.get), carried.tree))
             left += carried.tensors
         return left
 
@@ -587,7 +588,7 @@ class StepCapture:
         """
         state, tensors = self.state, self.state.with_memory
         has_changed = [version(tensor) != then for tensor, then in zip((*tensors, *buffers), versions)]
-        names = [label for (label, _, _), value in zip(state.carried, state.carried_values()) for _ in value.tensors]
+        names = [each.label for each, value in zip(state.carried, state.carried_values()) for _ in value.tensors]
         found = (None,) * len(self.batch.tensors)
         for label in compress([*found, *names], has_changed[len(tensors) :]):
             if label is None:

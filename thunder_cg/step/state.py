@@ -33,21 +33,11 @@ from thunder_cg.step.attributes import Attributes, Names, only_sets, own_attribu
 from thunder_cg.step.collector import CONTAINERS, Collector, is_simple
 from thunder_cg.step.facts import Content, Facts, Same, is_equal, subject
 from thunder_cg.step.gradients import place_of
+from thunder_cg.step.lookups import MISSING, content_of_cell, links_of, own
 from thunder_cg.step.other_memory import can_move
 from thunder_cg.step.outside import shared_generator
 from thunder_cg.step.places import Carried, Place, place_of_read
-from thunder_cg.step.reads import (
-    GROWING,
-    MISSING,
-    Called,
-    Read,
-    content_of_cell,
-    is_compiled,
-    links_of,
-    own,
-    reads_in,
-    reads_of,
-)
+from thunder_cg.step.reads import GROWING, Called, Read, is_compiled, reads_in, reads_of
 from thunder_cg.step.snapshot import Snapshot, Undo, undos_of
 
 _MOST_LINES = 3  # of those that name a container
@@ -92,22 +82,8 @@ class StepState:
         self.attributes = attributes
         self._names: Names
         self._seen, self._names = (0, {}) if attributes is None else (attributes.seen, attributes.by_class())
-        reads = [(read, read.get()) for read in self._reads(called)]
-        self._places = {read.place for read, _ in reads}
-        simple = Collector(device_type, self._names, carried)
-        self._lead_to: list[tuple[Read, Any]] = []  # names of what is carried, with the key of its place
-        self._paths = [read.path for read, _ in reads if read.path is not None]
-        self._lines = [_NamedAt.of(read, value) for read, value in reads if read.line]
-        self._growing = [read for read, value in reads if _grows(read, value)]
-        reads = [(read, value) for read, value in reads if not _grows(read, value)]
-        reads = [(read, value) for read, value in reads if not self._is_carried(read, value, simple)]
-        self._simple = [(read, value) for read, value in reads if read.is_owner or is_simple(value, device_type)]
-        self._others = [(read, value) for read, value in reads if not (read.is_owner or is_simple(value, device_type))]
-        for read, value in self._simple:
-            if read.is_owner and not isinstance(value, (nn.Module, Optimizer)):
-                simple.facts[read.label] = Same(value)
-            else:
-                simple.add(read.label, value, 0, place_of_read(read))
+        # Of what is compared by itself, of what other names lead to, and of modules and optimizers.
+        simple = self._sort_reads([(read, read.get()) for read in self._reads(called)])
         self._link()
         others = self._collect_others()
         roots_found = {**others.roots, **simple.roots, **{id(root): (name, root) for name, root in roots.items()}}
@@ -132,6 +108,30 @@ class StepState:
         self.places = simple.places | others.places | heavy.places
         self.carried = [*{**simple.carried, **others.carried, **heavy.carried}.values()]
         self.kinds, self.compiled_kinds = others.kinds | heavy.kinds, others.compiled_kinds | heavy.compiled_kinds
+
+    def _sort_reads(self, reads: Sequence[tuple[Read, Any]]) -> Collector:
+        """Tells what only grows and what is carried from the rest, of which some values can be compared by themselves.
+
+        Returns the facts of these and of what is carried.
+        """
+        collector = Collector(self._device_type, self._names, self._to_carry)
+        self._places = {read.place for read, _ in reads}
+        self._paths = [read.path for read, _ in reads if read.path is not None]
+        self._lines = [_NamedAt.of(read, value) for read, value in reads if read.line]
+        self._growing = [read for read, value in reads if _grows(read, value)]
+        self._lead_to: list[tuple[Read, Any]] = []  # names of what is carried, with the key of its place
+        self._simple: list[tuple[Read, Any]] = []
+        self._others: list[tuple[Read, Any]] = []
+        for read, value in reads:
+            if not (_grows(read, value) or self._is_carried(read, value, collector)):
+                are_like = self._simple if read.is_owner or is_simple(value, self._device_type) else self._others
+                are_like.append((read, value))
+        for read, value in self._simple:
+            if read.is_owner and not isinstance(value, (nn.Module, Optimizer)):
+                collector.facts[read.label] = Same(value)
+            else:
+                collector.add(read.label, value, 0, place_of_read(read))
+        return collector
 
     def _reads_of_objects(self) -> list[Read]:
         """Lists and numbers of objects that the step passes on, to which functions only append or add."""
@@ -252,7 +252,7 @@ class StepState:
         if not self.holds():
             return None
         values = self.carried_values()
-        are_alike = [value.fact for value in values] == [fact for _, _, fact in self.carried]
+        are_alike = [value.fact for value in values] == [each.fact for each in self.carried]
         tensors = [tensor for value in values for tensor in value.tensors]
         return tensors if are_alike and same_tensors(tensors) == self._same_carried else None
 
@@ -363,7 +363,8 @@ class StepState:
 
     def carried_values(self) -> list[Carried]:
         """What is carried by now."""
-        values = (Carried.of(place.get(), self._device_type) for _, place, _ in self.carried if place.is_there())
+        places = (each.place for each in self.carried if each.place.is_there())
+        values = (Carried.of(place.get(), self._device_type) for place in places)
         return [value for value in values if value is not None]
 
     def carried_tensors(self) -> list[Tensor]:

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from thunder_cg.compat.guards import attribute_guard, attribute_writes_are_reported, dictionary_guard
 from thunder_cg.step.attributes import own_attributes
 from thunder_cg.step.facts import Facts, fact_of, is_equal
+from thunder_cg.step.lookups import MISSING
 from thunder_cg.step.places import plain_copy
-from thunder_cg.step.reads import MISSING
 
 _UNREPORTED = object()  # stands for a dictionary to which somebody may write unseen
 

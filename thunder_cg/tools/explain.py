@@ -303,6 +303,7 @@ def _not_in_graphs(report: Report, steps_are_captured: bool) -> Iterator[str]:
     for trace in traces:
         if trace.fallbacks and trace.captures and not trace.replays:
             why = max(trace.fallbacks, key=lambda reason: trace.fallbacks[reason])
+            why = "; ".join(filter(None, (why, trace.fixes.get(why))))
             yield f"the {trace.kind} of {trace.function}, which ran {count(trace.calls, 'time')}, never replayed: {why}"
         if without := [region for region in trace.regions if not region.captures or region.failure is not None]:
             same = trace.kind, trace.function, trace.calls, len(without)

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from thunder_cg.compat.torch_compile import dynamo_recompile_limit, keep_cublas_workspaces, optimize_ddp
 from thunder_cg.compat.tracing import faster_tracing
-from thunder_cg.runtime.agreement import Round, SameOptions
+from thunder_cg.runtime.ranks.agreement import Round
+from thunder_cg.runtime.ranks.same_options import SameOptions
 from thunder_cg.tools.bench.accuracy import bits
 from thunder_cg.tools.bench.measure import ROUNDS, Contender, Samples, subject
 from thunder_cg.tools.bench.parallel import COLLECTIVES_EAGER, TENSOR, RankSubject, prepare

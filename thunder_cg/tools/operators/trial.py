@@ -292,10 +292,10 @@ def _add_program(program: Program, trial: CaptureTrial) -> None:
     for region in program.regions:
         if region.failure is not None:
             trial.failure = trial.failure or (_blamed(region.failure, ops, region.planned.ops), region.failure)
-        elif not program.calls:  # an unused backward: the forward returned its argument
+        elif not program.counts.calls:  # an unused backward: the forward returned its argument
             continue
         elif region.stats.replays < DRAWS - 1:
-            trial.unfit = "; ".join(program.fallbacks) or f"{program.calls} calls of {DRAWS}"
+            trial.unfit = "; ".join(program.counts.fallbacks) or f"{program.counts.calls} calls of {DRAWS}"
         else:
             inside.update(region.planned.ops)
     for op in ops:

@@ -1,0 +1,254 @@
+"""What code names: global variables, those of closures, imports and attributes of them, found in its bytecode."""
+
+from __future__ import annotations
+
+import dis
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+_OF_TWO = {
+    "LOAD_FAST_LOAD_FAST": ("LOAD_FAST", "LOAD_FAST"),
+    "LOAD_FAST_BORROW_LOAD_FAST_BORROW": ("LOAD_FAST", "LOAD_FAST"),
+    "STORE_FAST_LOAD_FAST": ("STORE_FAST", "LOAD_FAST"),
+    "STORE_FAST_STORE_FAST": ("STORE_FAST", "STORE_FAST"),
+}
+_LOCALS = {"LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW"}
+_ONE_VALUE = {"LOAD_CONST", *_LOCALS}
+_VARIABLES = {"LOAD_GLOBAL", "LOAD_DEREF", *_LOCALS}
+_LOADS = {"LOAD_ATTR", "LOAD_CONST", *_VARIABLES}
+_STORES = {"STORE_ATTR", "STORE_DEREF", "STORE_GLOBAL", "STORE_SUBSCR"}
+ADDED_TO = "+="  # in the place of an attribute: the code only adds to what the names before it lead to
+_ADDS = {"+=", "-=", "+", "-", "INPLACE_ADD", "INPLACE_SUBTRACT", "BINARY_ADD", "BINARY_SUBTRACT"}
+GROWS = {"append", "extend"}
+_LOOKUPS = {"LOAD_ATTR", "LOAD_METHOD"}
+_ITEM = ["LOAD_CONST", "BINARY_SUBSCR"]
+_COPIES = {"COPY", "DUP_TOP", "DUP_TOP_TWO"}
+_NEUTRAL = {"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", *_COPIES}  # what was loaded last stays on top of the stack
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """In the place of an attribute: what a dictionary has by a key that is written in the code."""
+
+    key: Any
+    method: str = ""  # by which it is looked up
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """A name in a code object, and attributes of its value: ``self.cfg.scale``."""
+
+    scope: str  # "global", "cell", "local" or "import"
+    name: str
+    attributes: tuple[Any, ...] = ()  # names, or an `Item`
+
+
+@cache
+def chains(code: types.CodeType) -> Mapping[Chain, int]:
+    """What the code and the functions in it load or store, in the order of the code, each with a line.
+
+    It is the first one that names it and stores an attribute, an item or a variable, if one does, else the first one.
+    Of ``cfg = self.cfg; return cfg.scale * a.b`` it is ``self.cfg``, ``self.cfg.scale`` and the attribute ``b`` of the
+    global ``a``; of ``from a.b import c`` the attribute ``c`` of the module ``a.b``.
+    """
+    found: dict[Chain, list[int]] = {}
+    stores = {line for name, _, line, _ in instructions(code) if name in _STORES}
+    aliases: dict[str, Chain | None] = {}  # variables of the function that stand for a chain; None: for several
+    current: Chain | None = None
+    current_line = code.co_firstlineno
+    imported: Chain | None = None  # what the names after IMPORT_FROM are attributes of
+    is_dotted = False
+    arguments: deque[Any] = deque([0, None], maxlen=2)  # of the last two instructions
+
+    def end() -> None:
+        if current is not None:
+            found.setdefault(current, []).append(current_line)
+
+    for name, value, line, _ in instructions(code):
+        level, names = arguments
+        arguments.append(value)
+        if name in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR") and current is not None:
+            current, current_line = Chain(current.scope, current.name, (*current.attributes, value)), line
+            if name != "STORE_ATTR":
+                continue
+        names_module = current is not None and current.scope == "import" and not current.attributes
+        if not (names_module and name in ("IMPORT_FROM", "STORE_FAST")):
+            end()  # a name for a whole module reads nothing of it
+        if name == "STORE_FAST" and current is not None:
+            aliases[value] = None if value in aliases else current
+        elif name == "STORE_FAST":
+            aliases[value] = None
+        if name == "IMPORT_NAME":
+            current = imported = Chain("import", "." * level + value if names else value.partition(".")[0])
+            is_dotted = not names
+        elif name == "IMPORT_FROM" and imported is not None:
+            current = Chain("import", imported.name, (*imported.attributes, value))
+            imported = current if is_dotted else imported  # of ``import a.b as c``
+        else:
+            current = _begun(name, value, aliases)
+        current_line = line
+        if name in ("STORE_GLOBAL", "STORE_DEREF"):
+            end()
+            current = None
+    end()
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            for chain, line in chains(constant).items():
+                if chain.scope in ("global", "import") or (chain.scope == "cell" and chain.name in code.co_freevars):
+                    found.setdefault(chain, [line])
+                elif chain.scope == "cell" and chain.name in code.co_varnames[:1]:
+                    found.setdefault(Chain("local", chain.name, chain.attributes), [line])
+    return {chain: next((line for line in lines if line in stores), lines[0]) for chain, lines in found.items()}
+
+
+def _begun(name: str, value: Any, aliases: dict[str, Chain | None]) -> Chain | None:
+    """The chain that an instruction begins, if it loads or stores a variable."""
+    if name in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL"):
+        return Chain("global", value)
+    if name in ("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF", "STORE_DEREF"):
+        return Chain("cell", value)
+    if name in _LOCALS:
+        return aliases.get(value) or Chain("local", value)
+    return None
+
+
+@cache
+def growing(code: types.CodeType) -> Set[int]:
+    """Where the code looks an attribute up, or stores it, only to add to it: see Note [What only grows]."""
+    found: set[int] = set()
+    each_of = [*instructions(code)]
+    for before, each in pairwise(each_of):
+        if each.value == ADDED_TO and before.name == "LOAD_ATTR" and not isinstance(before.value, Item):
+            rest = each_of[each_of.index(before) :]
+            found.update([before.offset, next(x.offset for x in rest if x.name == "STORE_ATTR")])
+        elif each.name in _LOOKUPS and each.value in GROWS and before.name == "LOAD_ATTR":
+            found.add(before.offset)
+    return found
+
+
+@cache
+def sets_variables(code: types.CodeType) -> bool:
+    """Whether the code, or a function in it, sets a variable of the function around it."""
+    inner = any(isinstance(each, types.CodeType) and sets_variables(each) for each in code.co_consts)
+    stores = (each.argval for each in dis.get_instructions(code) if each.opname == "STORE_DEREF")
+    return inner or not {*code.co_freevars}.isdisjoint(stores)
+
+
+class _Instruction(NamedTuple):
+    name: str
+    value: Any
+    line: int
+    offset: int
+
+
+def instructions(code: types.CodeType) -> Iterator[_Instruction]:
+    """The names and arguments of the instructions, with their lines.
+
+    Those that only append or add to something are lookups of an `Item` or `ADDED_TO`: see Note [What only grows].
+    """
+    found, copied = _decoded(code)
+    i = 0
+    while i < len(found):
+        rewritten = (rewrite(found, i, copied) for rewrite in _REWRITES.get(found[i].name, ()))
+        new, i = next(filter(None, rewritten), ([found[i]], i + 1))
+        yield from new
+
+
+def _decoded(code: types.CodeType) -> tuple[list[_Instruction], set[int]]:
+    """The instructions, without what moves only the stack, and which of them follow a copy of what is on top of it.
+
+    Python 3.13 has one instruction for two variables, which are two here.
+    """
+    starts, line = dict(dis.findlinestarts(code)), code.co_firstlineno
+    found: list[_Instruction] = []
+    copied: set[int] = set()
+    before = ""
+    for each in dis.get_instructions(code):
+        line = starts.get(each.offset) or line
+        names = _OF_TWO.get(each.opname)
+        if before in _COPIES:
+            copied.add(len(found))
+            if found and found[-1].name == "INPLACE_ADD":  # the sum is read, too, as i is in ``x.n = i = x.n + 1``
+                found[-1] = found[-1]._replace(name=before)
+        before = each.opname if each.opname not in ("CACHE", "EXTENDED_ARG") else before
+        for name, value in ((each.opname, each.argval),) if names is None else zip(names, each.argval):
+            if name not in _NEUTRAL:
+                name = "INPLACE_ADD" if not _ADDS.isdisjoint((name, each.argrepr)) else name
+                found.append(_Instruction(name, value, line, each.offset))
+    return found, copied
+
+
+_Rewritten = tuple[list[_Instruction], int] | None  # what stands for some instructions, and where the next ones begin
+
+
+def _names(found: list[_Instruction]) -> list[str]:
+    return [each.name for each in found]
+
+
+def _is_lookup(instruction: _Instruction, names: Set[str]) -> bool:
+    return instruction.name in _LOOKUPS and instruction.value in names
+
+
+def _grown_item(found: list[_Instruction], i: int, _: Set[int]) -> _Rewritten:
+    """``["loss"].append``."""
+    if _names(found[i : i + 2]) != _ITEM or not _is_lookup(found[i + 2], GROWS):
+        return None
+    return [found[i]._replace(name="LOAD_ATTR", value=Item(found[i].value))], i + 2
+
+
+def _made_list(found: list[_Instruction], i: int, _: Set[int]) -> _Rewritten:
+    """``.setdefault("loss", []).append``."""
+    if not _is_lookup(found[i], {"setdefault"}) or _names(found[i + 1 : i + 3]) != ["LOAD_CONST", "BUILD_LIST"]:
+        return None
+    key, items, call, grows = found[i + 1 : i + 5]
+    if items.value or not call.name.startswith("CALL") or not _is_lookup(grows, GROWS):
+        return None
+    return [found[i]._replace(name="LOAD_ATTR", value=Item(key.value, "setdefault"))], i + 4
+
+
+def _added_to_variable(found: list[_Instruction], i: int, _: Set[int]) -> _Rewritten:
+    """``n += 1`` or ``n = n + size``."""
+    load, *names = _names(found[i : i + 4])
+    if names[1:] not in (["INPLACE_ADD", "STORE_GLOBAL"], ["INPLACE_ADD", "STORE_DEREF"]) or names[0] not in _ONE_VALUE:
+        return None
+    if load.removeprefix("LOAD_") != names[2].removeprefix("STORE_") or found[i].value != found[i + 3].value:
+        return None
+    return [found[i], found[i]._replace(name="LOAD_ATTR", value=ADDED_TO), found[i + 1]], i + 4
+
+
+def _added_to(found: list[_Instruction], i: int, copied: Set[int]) -> _Rewritten:
+    """``.n += 1``; or ``.n + 1`` in ``x.n = x.n + 1``, where the second ``x`` tells nothing more; so with ``["n"]``."""
+    is_item = _names(found[i : i + 2]) == _ITEM
+    if not is_item and found[i].name == "LOAD_CONST":
+        return None
+    load = found[i]._replace(name="LOAD_ATTR", value=Item(found[i].value)) if is_item else found[i]
+    added = load._replace(value=ADDED_TO)
+    at, kind = i + is_item, "STORE_SUBSCR" if is_item else "STORE_ATTR"
+    store = next((n for n in range(at, len(found)) if found[n].name == kind), None)
+    if store is None or not (is_item or found[store].value == load.value):
+        return None
+    if at in copied:  # of what has the attribute, for ``+=``
+        last = next((each for each in reversed(found[at:store]) if not each.name.startswith(("SWAP", "ROT_"))), load)
+        return ([load, added], at + 1) if last.name == "INPLACE_ADD" else None
+    value, add = found[at + 1 : at + 3]
+    again, start = [each[:2] for each in found[at + 3 : store]], 2 * at + 3 - store
+    before = [each[:2] for each in found[max(0, start) : at]]
+    if not again or again != before or value.name not in _ONE_VALUE or add.name != "INPLACE_ADD":
+        return None
+    # A property among the attributes might give two objects, which `_read` sees for items alone.
+    is_known = again[0][0] in _VARIABLES and (is_item or len(again) == 1) and _LOADS.issuperset(dict(again))
+    return ([load, added, value, add], store) if is_known else None
+
+
+_REWRITES: Mapping[str, Sequence[Callable[[list[_Instruction], int, Set[int]], _Rewritten]]] = {  # by the first name
+    "LOAD_CONST": (_grown_item, _added_to),
+    "LOAD_ATTR": (_made_list, _added_to),
+    "LOAD_METHOD": (_made_list,),
+    "LOAD_GLOBAL": (_added_to_variable,),
+    "LOAD_DEREF": (_added_to_variable,),
+}
