@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 from torch.nn import functional as F
 
-from thunder_cg.compat.fx import example, numpy_name, operator_name
+from thunder_cg.compat.fx import AUTOCAST_DTYPES, dtype_of_casts, example, numpy_name, operator_name
 from thunder_cg.compat.operators import parameters_of
 from thunder_cg.compat.splitter import is_for_splitter
 from thunder_cg.dynamo import operators
@@ -26,6 +26,15 @@ _UNKNOWN = frozenset({
     "tensors", "weight",
 })  # fmt: skip
 _OF_NUMPY = {"axis": "dim", "keepdims": "keepdim"}
+
+
+def cast_as_autocast_does(node: Node) -> None:
+    """Under autocast, ``F.cross_entropy(x, y)`` is ``F.cross_entropy(x.float(), y)``: Thunder's is for layers alone."""
+    dtype = dtype_of_casts(node) if node.op.startswith("call") else None
+    for arg in node.all_input_nodes if dtype is not None else ():
+        if getattr(example(arg), "dtype", dtype) in AUTOCAST_DTYPES - {dtype}:
+            cast = result_of(torch.Tensor.to, (arg, dtype))
+            node.replace_input_with(arg, call_before(node, torch.Tensor.to, (arg, dtype), result=cast))
 
 
 def name_as_thunder_does(node: Node) -> None:

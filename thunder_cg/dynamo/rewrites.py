@@ -71,6 +71,8 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
     transformed = inside_transforms(module.graph)
     constants.write_constants(module.graph, transformed)
     nodes = [node for node in module.graph.nodes if node.name not in transformed]
+    for node in nodes:
+        calls.cast_as_autocast_does(node)
     in_place.write_as_thunder_does(module.graph, nodes, options)
     for node in nodes:
         calls.name_as_thunder_does(node)
