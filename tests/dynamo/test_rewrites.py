@@ -1031,8 +1031,9 @@ def test_pooling_with_ceil_mode(backend, device, fn):
         lambda x: torch.repeat_interleave(x, 3, -1) * 2,
         lambda x: torch._weight_norm(x, x[:, :1], 0) * 2,
         lambda x: x.norm(p=2, dim=-1, keepdim=True) * torch.norm(x, dim=0),
+        lambda x: F.embedding(torch.zeros_like(x).int(), x, padding_idx=-2).sum(-1) * 2,
     ),
-    ids=["all", "avg_pool2d", "repeat_interleave", "repeat_interleave of the last", "weight_norm", "norm"],
+    ids=["all", "avg_pool2d", "repeat_interleave", "repeat_interleave of the last", "weight_norm", "norm", "embedding"],
 )
 def test_arguments_that_thunder_refuses(backend, device, fn):
     assert one_region_each_way(trains_alike(Around(fn).to(device), lambda: torch.randn(2, 8, device=device), backend))

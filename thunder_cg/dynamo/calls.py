@@ -126,13 +126,19 @@ def multiply_one_by_one(node: Node) -> None:
         call_instead(node, operator.mul, product, factors[-1])
 
 
-def count_padding_from_start(node: Node) -> None:
-    """Thunder does not count a negative ``padding_idx`` from the end, so that row would get a gradient."""
+def embed_with_padding(node: Node) -> None:
+    """Thunder does not count a negative ``padding_idx`` from the end, so that row would get a gradient. It takes no
+    int32 beside one.
+    """
     given = arguments(node, *inspect.signature(F.embedding).parameters)
-    padding, rows = given.get("padding_idx"), example(given["weight"]).shape[0]
-    if isinstance(padding, int) and padding < 0:
-        given["padding_idx"] = padding + rows
-        call_instead(node, F.embedding, given.pop("input"), given.pop("weight"), **given)
+    padding, weight, indices = given.get("padding_idx"), given.pop("weight"), given.pop("input")
+    if not isinstance(padding, int):
+        return
+    if example(indices).dtype is torch.int32:
+        long = result_of(torch.Tensor.to, (indices, torch.int64))
+        indices = call_before(node, torch.Tensor.to, (indices, torch.int64), result=long)
+    given["padding_idx"] = padding % example(weight).shape[0]
+    call_instead(node, F.embedding, indices, weight, **given)
 
 
 def name_condition_first(node: Node) -> None:

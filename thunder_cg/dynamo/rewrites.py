@@ -46,7 +46,7 @@ _CALLS: dict[Any, Callable[[Node], None]] = {
     **dict.fromkeys((torch.broadcast_shapes, torch.cuda.get_device_capability), _drop_unused),
     torch.einsum: calls.pass_each_operand,
     **dict.fromkeys((torch.imag, torch.real), calls.take_part_to_new_memory),
-    F.embedding: calls.count_padding_from_start,
+    F.embedding: calls.embed_with_padding,
     F.multi_head_attention_forward: own_symbols.trace_multi_head_attention,
     "masked_scatter": calls.scatter_without_waiting,
     "unfold": calls.unfold_to_new_memory,
