@@ -6,6 +6,7 @@ import copy
 import math
 import operator
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -970,17 +971,31 @@ def test_autograd_functions_of_dynamic_shapes(backend, device, function):
     assert not explain(graphed).outside
 
 
-def test_autograd_functions_under_autocast(backend, device):
-    def fn(x):
-        with torch.autocast(device, torch.bfloat16):
-            return function_of_product(x)
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x @ x.T
 
-    def function_of_product(x):
-        return Twice.apply(x @ x.T, x.sum(1), 1.5)[0].float()
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return (gradient + gradient.T).float() @ x
+
+
+@pytest.mark.parametrize("case", ["casts nothing", "casts", "sums"])
+def test_autograd_functions_under_autocast(backend, device, case):
+    """The first of `Twice` is bfloat16, and its gradient float32; autograd sums that of the second to its shape."""
+
+    def fn(x):
+        with torch.autocast(device, torch.bfloat16) if case != "sums" else nullcontext():
+            y = x.sum(1) if case == "sums" else x.tanh()
+            return _Product.apply(x).float() if case == "casts" else Twice.apply(x @ x.T, y, 1.5)[0].float()
 
     # Inductor keeps what it fuses in float32.
     graphed = trains_alike(Around(fn).to(device), lambda: torch.randn(8, 8, device=device), backend, rounding=2e-2)
-    assert "autograd_function_apply" in [part.operator for part in explain(graphed).outside]
+    outside = [part.operator for part in explain(graphed).outside]
+    assert outside == ([] if case == "casts nothing" else ["autograd_function_apply"])
 
 
 @pytest.mark.parametrize("layer", [nn.Hardswish(True), nn.SiLU(True)], ids=repr)

@@ -13,6 +13,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import NumpyTensorSource
 from torch._dynamo.utils import numpy_method_wrapper, numpy_operator_wrapper, numpy_to_tensor_wrapper
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException, FakeTensor
 from torch.fx import Graph, Node, Proxy
 from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols
@@ -63,11 +64,11 @@ class _Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _calls_of(node: Node, function: Callable[..., Any]) -> list[str]:
-    """The operators that run in a call of the function where the node is, with its autocasts."""
+def _calls_of(node: Node, function: Callable[..., Any], at: Node | None = None) -> list[str]:
+    """The operators that run in a call of the function where the node is, with its autocasts, or those at another."""
     calls = _Calls()
     with ExitStack() as stack:
-        for kind, dtype, enabled in autocasts_at(node):
+        for kind, dtype, enabled in autocasts_at(at or node):
             stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
         on_examples(function, example(node.args), example(node.kwargs), inside=calls)
     return calls.names
@@ -82,16 +83,20 @@ def reads_values(node: Node, function: Callable[..., Any]) -> bool:
     return False
 
 
-def depends_on_autocast(node: Node, function: Callable[..., Any]) -> bool:
-    """Whether the autocast that a node is inside of casts what the function that it calls gets, or what is inside."""
-    if not any(autocasts_at(node)):
+def depends_on_autocast(node: Node, function: Callable[..., Any], at: Node | None = None) -> bool:
+    """Whether the autocast that a node is inside of casts what the function that it calls gets, or what is inside.
+
+    Args:
+        at: a node that calls the graph of the first one, inside of an autocast.
+    """
+    if not any(autocasts_at(at or node)):
         return False
     without = _Calls()
     try:
         on_examples(no_autocast(function), example(node.args), example(node.kwargs), inside=without)
     except RuntimeError:  # of two dtypes
         return True
-    return _calls_of(node, function) != without.names
+    return _calls_of(node, function, at) != without.names
 
 
 def dtype_of_casts(node: Node) -> torch.dtype | None:
@@ -103,9 +108,11 @@ def dtype_of_casts(node: Node) -> torch.dtype | None:
     results, inputs = (
         {each.dtype for each in tensors_in([example(of)])} & AUTOCAST_DTYPES for of in (node, node.all_input_nodes)
     )
-    if not callable(function) or len(results) != 1 or inputs <= results or not any(autocasts_at(node)):
+    if not callable(function) or isinstance(function, HigherOrderOperator) or len(results) != 1 or inputs <= results:
         return None
     (dtype,) = results
+    if not any(autocasts_at(node)):
+        return None
 
     def cast(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype in AUTOCAST_DTYPES else leaf
