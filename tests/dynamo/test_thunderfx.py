@@ -538,6 +538,17 @@ def test_autocast_casts_more_than_layers():
     assert not outside(graphed)
 
 
+def test_autocast_casts_in_checkpointed_functions():
+    def fn(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return checkpoint(lambda y: nn.functional.mse_loss(y @ y.T, y), x, use_reentrant=False)
+
+    graphed = thunderfx(fn, backend="tape")
+    for _ in range(2):
+        x = torch.randn(4, 4, requires_grad=True)
+        torch.testing.assert_close(graphed(x), fn(x))
+
+
 def test_a_second_graph_transform_is_refused(backend):
     with pytest.raises(
         TransformConflictError, match=r"thunderfx has one itself; pass its options, as in thunderfx\(fn"

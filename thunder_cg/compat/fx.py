@@ -64,11 +64,11 @@ class _Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _calls_of(node: Node, function: Callable[..., Any], at: Node | None = None) -> list[str]:
-    """The operators that run in a call of the function where the node is, with its autocasts, or those at another."""
+def _calls_of(node: Node, function: Callable[..., Any]) -> list[str]:
+    """The operators that run in a call of the function where the node is, with its autocasts."""
     calls = _Calls()
     with ExitStack() as stack:
-        for kind, dtype, enabled in autocasts_at(at or node):
+        for kind, dtype, enabled in autocasts_at(node):
             stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
         on_examples(function, example(node.args), example(node.kwargs), inside=calls)
     return calls.names
@@ -83,20 +83,16 @@ def reads_values(node: Node, function: Callable[..., Any]) -> bool:
     return False
 
 
-def depends_on_autocast(node: Node, function: Callable[..., Any], at: Node | None = None) -> bool:
-    """Whether the autocast that a node is inside of casts what the function that it calls gets, or what is inside.
-
-    Args:
-        at: a node that calls the graph of the first one, inside of an autocast.
-    """
-    if not any(autocasts_at(at or node)):
+def depends_on_autocast(node: Node, function: Callable[..., Any]) -> bool:
+    """Whether the autocast that a node is inside of casts what the function that it calls gets, or what is inside."""
+    if not any(autocasts_at(node)):
         return False
     without = _Calls()
     try:
         on_examples(no_autocast(function), example(node.args), example(node.kwargs), inside=without)
     except RuntimeError:  # of two dtypes
         return True
-    return _calls_of(node, function, at) != without.names
+    return _calls_of(node, function) != without.names
 
 
 def dtype_of_casts(node: Node) -> torch.dtype | None:

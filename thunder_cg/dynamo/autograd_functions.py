@@ -5,12 +5,13 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from thunder_cg.compat.fx import called_function, depends_on_autocast, example, operator_name
+from thunder_cg.compat.fx import called_function, depends_on_autocast, example, modes_of, operator_name
 from thunder_cg.compat.splitter import can_trace_all
 from thunder_cg.dynamo.constants import is_size, size_at, write_out
 from thunder_cg.dynamo.in_place import compute_out_of_place
@@ -130,8 +131,9 @@ def write_as_before(call: Node, module: GraphModule, options: dict[str, Any]) ->
     graphs = _graphs(call, module)
     nodes = [node for graph in graphs for node in graph.graph.nodes]
     calls = [node for node in nodes if node.op.startswith("call")]
-    if any(depends_on_autocast(node, called_function(node), call) for node in calls):
-        return  # of the backward, PyTorch casts nothing
+    with modes_of([call]) or nullcontext():
+        if any(depends_on_autocast(node, called_function(node)) for node in calls):
+            return  # of the backward, PyTorch casts nothing
     for node in nodes:
         if operator_name(node) == "clip":  # Thunder has the symbol, with another gradient, which is not asked for here
             node.target = "clamp" if node.op == "call_method" else torch.clamp

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from thunder_cg.compat.fx import (
     example,
     inside_transforms,
     is_collective,
+    modes_of,
     without_gradient,
 )
 from thunder_cg.compat.splitter import is_differentiable, is_supported
@@ -112,7 +114,8 @@ def _rewrite_checkpointed(call: Node, module: GraphModule, options: dict[str, An
         _write_out_checkpointed(inner, body)
     calls = [node for node in body.graph.nodes if node.op.startswith("call")]
     if any(requires_grad(example(node)) for node in calls):
-        rewrite(body, options, is_checkpointed=True)
+        with modes_of([call]) or nullcontext():  # whose autocast is not in the graph of the function
+            rewrite(body, options, is_checkpointed=True)
         body.recompile()
     elif not body.graph.find_nodes(op="get_attr"):
         _write_out_checkpointed(call, module)
