@@ -541,7 +541,7 @@ def test_autocast_casts_more_than_layers():
 def test_autocast_casts_in_checkpointed_functions():
     def fn(x):
         with torch.autocast("cpu", torch.bfloat16):
-            return checkpoint(lambda y: nn.functional.mse_loss(y @ y.T, y), x, use_reentrant=False)
+            return checkpoint(lambda y: nn.functional.mse_loss(y @ y.T, y.T @ y), x, use_reentrant=False)
 
     graphed = thunderfx(fn, backend="tape")
     for _ in range(2):
