@@ -1047,11 +1047,40 @@ def test_pooling_with_ceil_mode(backend, device, fn):
         lambda x: torch._weight_norm(x, x[:, :1], 0) * 2,
         lambda x: x.norm(p=2, dim=-1, keepdim=True) * torch.norm(x, dim=0),
         lambda x: F.embedding(torch.zeros_like(x).int(), x, padding_idx=-2).sum(-1) * 2,
+        lambda x: (
+            torch.scatter_reduce(x, dim=1, index=x.argsort(1), src=x.sin(), reduce="amax", include_self=False) * 2
+        ),
     ),
-    ids=["all", "avg_pool2d", "repeat_interleave", "repeat_interleave of the last", "weight_norm", "norm", "embedding"],
+    ids=[
+        "all",
+        "avg_pool2d",
+        "repeat_interleave",
+        "repeat_interleave of the last",
+        "weight_norm",
+        "norm",
+        "embedding",
+        "scatter_reduce",
+    ],
 )
 def test_arguments_that_thunder_refuses(backend, device, fn):
     assert one_region_each_way(trains_alike(Around(fn).to(device), lambda: torch.randn(2, 8, device=device), backend))
+
+
+def test_a_gradient_of_what_is_passed_by_name():
+    """Thunder's fallbacks refuse it."""
+
+    def fn(x):
+        rows = x.detach().argsort(1)
+        return torch.zeros_like(x).scatter_reduce(src=x.sin(), dim=1, index=rows, reduce="amax", include_self=False) * 2
+
+    graphed = thunderfx(fn, backend="tape")
+    for _ in range(2):
+        x = torch.randn(2, 8, requires_grad=True)
+        y = x.detach().requires_grad_()
+        for each, call in ((x, graphed), (y, fn)):
+            call(each).sum().backward()
+        same(x.grad, y.grad)
+    assert not explain(graphed).outside
 
 
 def test_repeats_that_a_tensor_holds_are_left_alone():

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from thunder_cg.compat.fx import AUTOCAST_DTYPES, dtype_of_casts, example, numpy_name, operator_name
 from thunder_cg.compat.operators import parameters_of
-from thunder_cg.compat.splitter import is_for_splitter
+from thunder_cg.compat.splitter import fallback_of, is_for_splitter
 from thunder_cg.dynamo import operators
 from thunder_cg.dynamo.fallbacks import has_another_derivative, returns_cpu_scalar
 from thunder_cg.dynamo.layouts import fixed_stride, layout_counts
@@ -62,16 +62,21 @@ def name_as_thunder_does(node: Node) -> None:
 
 
 def pass_by_position(node: Node) -> None:
-    """``x.reshape(shape=(4, 2))`` is ``x.reshape((4, 2))``: Thunder's operators do not know the name."""
+    """``x.reshape(shape=(4, 2))`` is ``x.reshape((4, 2))``: Thunder's operators do not know the name.
+
+    Nor do its fallbacks take a tensor with a gradient by name.
+    """
     if not node.op.startswith("call") or not node.kwargs or is_for_splitter(node.target) or numpy_name(node):
         return
-    if not {*_UNKNOWN, *_OF_NUMPY}.intersection(node.kwargs):
+    is_fallback = fallback_of(node) is not None
+    tracked = {name for name, value in node.kwargs.items() if is_fallback and requires_grad(example(value))}
+    if not {*_UNKNOWN, *_OF_NUMPY, *tracked}.intersection(node.kwargs):
         return
     overloads = parameters_of(node.target, operator_name(node))
     known = {name for names in overloads for name in names}
     renamed = {name: new for name, new in _OF_NUMPY.items() if new in known}
     node.kwargs = {renamed.get(name, name): value for name, value in node.kwargs.items()}
-    if not (unknown := _UNKNOWN.intersection(node.kwargs)):
+    if not (unknown := (_UNKNOWN | tracked).intersection(node.kwargs)):
         return
     for names in overloads:
         moved = [*takewhile(node.kwargs.__contains__, names[len(node.args) :])]
