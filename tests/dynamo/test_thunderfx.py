@@ -513,8 +513,40 @@ def test_autocast(inside, operator):
     with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
         for _ in range(3):
             same(graphed(*tensors), fn(*tensors))
-    if inside:
-        assert "another dtype under autocast" in outside(graphed)[0]
+    assert ["another dtype under autocast" in each for each in outside(graphed)] == [True] * (
+        inside and operator is _cell
+    )
+
+
+def test_autocast_casts_more_than_layers():
+    """Thunder casts for layers alone: a loss would be bfloat16, in which 4.7 and 4.71 are the same number."""
+    f = nn.functional
+
+    def fn(x, y, z):
+        losses = f.cross_entropy(x, torch.arange(4)), f.mse_loss(x, x + 1)
+        attention = f.scaled_dot_product_attention(y[None], y[None], y[None], y[:, :4])
+        norms = f.layer_norm(x, (8,), z, z), x.norm(dim=-1), x.softmax(-1)
+        return *losses, *norms, attention, torch.baddbmm(z, y[None], torch.prelu(y, z).t()[None] @ y)
+
+    tensors = torch.randn(4, 8).bfloat16(), torch.randn(4, 8), torch.randn(8)
+    graphed = thunderfx(fn, backend="tape")
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        for _ in range(2):
+            for found, expected in zip(graphed(*tensors), fn(*tensors)):
+                tolerance = 1e-5 if expected.dtype is torch.float32 else 0.02
+                torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    assert not outside(graphed)
+
+
+def test_autocast_casts_in_checkpointed_functions():
+    def fn(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return checkpoint(lambda y: nn.functional.mse_loss(y @ y.T, y.T @ y), x, use_reentrant=False)
+
+    graphed = thunderfx(fn, backend="tape")
+    for _ in range(2):
+        x = torch.randn(4, 4, requires_grad=True)
+        torch.testing.assert_close(graphed(x), fn(x))
 
 
 def test_a_second_graph_transform_is_refused(backend):

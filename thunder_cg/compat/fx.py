@@ -13,6 +13,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import NumpyTensorSource
 from torch._dynamo.utils import numpy_method_wrapper, numpy_operator_wrapper, numpy_to_tensor_wrapper
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException, FakeTensor
 from torch.fx import Graph, Node, Proxy
 from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols
@@ -22,9 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-from thunder_cg.compat.tensors import tensors_in, tree_leaves
+from thunder_cg.compat.tensors import tensors_in, tree_leaves, tree_map
 from thunder_cg.compat.thunder import no_autocast
 
+AUTOCAST_DTYPES = frozenset([torch.float32, torch.float16, torch.bfloat16])  # by autocast
 GET_DATA = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]  # what Dynamo makes of ``x.data``
 
 
@@ -57,7 +59,8 @@ class _Calls(TorchDispatchMode):
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
+        if func is not torch.ops.prim.device.default:  # which autocast asks
+            self.names.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
@@ -92,6 +95,33 @@ def depends_on_autocast(node: Node, function: Callable[..., Any]) -> bool:
     return _calls_of(node, function) != without.names
 
 
+def dtype_of_casts(node: Node) -> torch.dtype | None:
+    """The dtype to which autocast casts all in floating point that the operator of a node gets, before it runs.
+
+    None if autocast casts nothing, or casts inside of the operator.
+    """
+    function: Any = called_function(node)
+    results, inputs = (
+        {each.dtype for each in tensors_in([example(of)])} & AUTOCAST_DTYPES for of in (node, node.all_input_nodes)
+    )
+    if not callable(function) or isinstance(function, HigherOrderOperator) or len(results) != 1 or inputs <= results:
+        return None
+    (dtype,) = results
+    if not any(autocasts_at(node)):
+        return None
+
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype in AUTOCAST_DTYPES else leaf
+
+    calls = _Calls()
+    call = no_autocast(lambda *args, **kwargs: function(*tree_map(cast, args), **tree_map(cast, kwargs)))
+    try:
+        on_examples(call, example(node.args), example(node.kwargs), inside=calls)
+        return dtype if _calls_of(node, function) == calls.names else None
+    except RuntimeError:
+        return None
+
+
 def is_wait(node: Node) -> bool:
     """Whether it waits for a functional collective."""
     return str(node.target) == "_c10d_functional.wait_tensor"
@@ -123,6 +153,11 @@ def compute_without_gradient(node: Node) -> None:
 def operator_name(node: Node) -> str:
     """The name of the function or of the method that a node calls; "" if it has none."""
     return str(node.target) if node.op == "call_method" else str(getattr(node.target, "__name__", ""))
+
+
+def called_function(node: Node) -> Any:
+    """What a node calls, a method of tensors as a function; None if there is no such method."""
+    return getattr(torch.Tensor, str(node.target), None) if node.op == "call_method" else node.target
 
 
 def dtensor_method(node: Node) -> str | None:

@@ -16,7 +16,15 @@ from thunder.dynamo.utils import SplitReason, SplitReasonType
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 
-from thunder_cg.compat.fx import Autocast, autocasts_at, example, is_wait, trains_on_dtensors, without_gradient
+from thunder_cg.compat.fx import (
+    Autocast,
+    autocasts_at,
+    called_function,
+    example,
+    is_wait,
+    trains_on_dtensors,
+    without_gradient,
+)
 from thunder_cg.compat.tensors import tree_flatten
 
 _FALLBACKS = frozenset(utils.auto_register_ops)  # PyTorch's functions that Thunder calls as they are
@@ -90,7 +98,7 @@ def loses_wait(node: Node, options: dict[str, Any]) -> bool:
 
 def fallback_of(node: Node) -> Callable[..., Any] | None:
     """The operator that a node calls, if Thunder only calls it as it is; None for all others."""
-    target: Any = getattr(torch.Tensor, str(node.target), None) if node.op == "call_method" else node.target
+    target = called_function(node)
     return target if target in _FALLBACKS else None
 
 

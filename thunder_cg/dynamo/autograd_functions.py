@@ -5,17 +5,17 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from thunder_cg.compat.fx import example, operator_name
-from thunder_cg.compat.settings import any_autocast_enabled
+from thunder_cg.compat.fx import called_function, depends_on_autocast, example, modes_of, operator_name
 from thunder_cg.compat.splitter import can_trace_all
 from thunder_cg.dynamo.constants import is_size, size_at, write_out
 from thunder_cg.dynamo.in_place import compute_out_of_place
-from thunder_cg.dynamo.nodes import return_first_alone
+from thunder_cg.dynamo.nodes import call_before, result_of, return_first_alone
 from thunder_cg.dynamo.writes import written_by
 
 
@@ -126,11 +126,15 @@ def write_as_before(call: Node, module: GraphModule, options: dict[str, Any]) ->
     """
     is_new = "args_tensor_mask" not in call.kwargs and not call.kwargs.get("non_differentiable_idx")
     takes_tensors = all(isinstance(example(arg), torch.Tensor) for arg in call.args[2:])
-    casts = any_autocast_enabled() or any("autocast" in getattr(n.target, "__name__", "") for n in module.graph.nodes)
-    if casts or not (is_new and takes_tensors):
+    if not (is_new and takes_tensors):
         return
     graphs = _graphs(call, module)
-    for node in [node for graph in graphs for node in graph.graph.nodes]:
+    nodes = [node for graph in graphs for node in graph.graph.nodes]
+    calls = [node for node in nodes if node.op.startswith("call")]
+    with modes_of([call]) or nullcontext():
+        if any(depends_on_autocast(node, called_function(node)) for node in calls):
+            return  # of the backward, PyTorch casts nothing
+    for node in nodes:
         if operator_name(node) == "clip":  # Thunder has the symbol, with another gradient, which is not asked for here
             node.target = "clamp" if node.op == "call_method" else torch.clamp
         elif is_size(node):
@@ -138,7 +142,9 @@ def write_as_before(call: Node, module: GraphModule, options: dict[str, Any]) ->
             continue
         compute_out_of_place(node, has_gradient=True)
     writes = any(written_by(node) for graph in graphs for node in graph.graph.nodes)
-    if writes or len(graphs) < 2 or not all(can_trace_all(graph, options) for graph in graphs):
+    if writes or len(graphs) < 2 or not _cast_gradients(graphs[1].graph, call.args[2:]):
+        return
+    if not all(can_trace_all(graph, options) for graph in graphs):
         return
     for graph in graphs:
         first = next(iter(graph.graph.nodes))
@@ -149,3 +155,19 @@ def write_as_before(call: Node, module: GraphModule, options: dict[str, Any]) ->
     call.kwargs = {**call.kwargs, "args_tensor_mask": [True] * (len(call.args) - 2)}
     if len(example(call)) == 1:  # Thunder returns a single result without a tuple, so its item 0 would be its first row
         return_first_alone(call)
+
+
+def _cast_gradients(backward: Graph, inputs: Sequence[Any]) -> bool:
+    """Gives gradients the dtypes of the inputs, as autograd does. False if it would also sum what was broadcast."""
+    output: Any
+    (output,) = backward.find_nodes(op="output")
+    gradients = []
+    for gradient, of in zip(output.args[0], map(example, inputs)):
+        value, args = example(gradient), (gradient, of.dtype)
+        if getattr(value, "shape", of.shape) != of.shape:
+            return False
+        if getattr(value, "dtype", of.dtype) != of.dtype:
+            gradient = call_before(output, torch.Tensor.to, args, result=result_of(torch.Tensor.to, args))
+        gradients.append(gradient)
+    output.args = ((*gradients,),)
+    return True

@@ -11,9 +11,9 @@ import torch
 from torch.fx import Node
 from torch.nn import functional as F
 
-from thunder_cg.compat.fx import example, numpy_name, operator_name
+from thunder_cg.compat.fx import AUTOCAST_DTYPES, dtype_of_casts, example, numpy_name, operator_name
 from thunder_cg.compat.operators import parameters_of
-from thunder_cg.compat.splitter import is_for_splitter
+from thunder_cg.compat.splitter import fallback_of, is_for_splitter
 from thunder_cg.dynamo import operators
 from thunder_cg.dynamo.fallbacks import has_another_derivative, returns_cpu_scalar
 from thunder_cg.dynamo.layouts import fixed_stride, layout_counts
@@ -26,6 +26,15 @@ _UNKNOWN = frozenset({
     "tensors", "weight",
 })  # fmt: skip
 _OF_NUMPY = {"axis": "dim", "keepdims": "keepdim"}
+
+
+def cast_as_autocast_does(node: Node) -> None:
+    """Under autocast, ``F.cross_entropy(x, y)`` is ``F.cross_entropy(x.float(), y)``: Thunder's is for layers alone."""
+    dtype = dtype_of_casts(node) if node.op.startswith("call") else None
+    for arg in node.all_input_nodes if dtype is not None else ():
+        if getattr(example(arg), "dtype", dtype) in AUTOCAST_DTYPES - {dtype}:
+            cast = result_of(torch.Tensor.to, (arg, dtype))
+            node.replace_input_with(arg, call_before(node, torch.Tensor.to, (arg, dtype), result=cast))
 
 
 def name_as_thunder_does(node: Node) -> None:
@@ -53,16 +62,21 @@ def name_as_thunder_does(node: Node) -> None:
 
 
 def pass_by_position(node: Node) -> None:
-    """``x.reshape(shape=(4, 2))`` is ``x.reshape((4, 2))``: Thunder's operators do not know the name."""
+    """``x.reshape(shape=(4, 2))`` is ``x.reshape((4, 2))``: Thunder's operators do not know the name.
+
+    Nor do its fallbacks take a tensor with a gradient by name.
+    """
     if not node.op.startswith("call") or not node.kwargs or is_for_splitter(node.target) or numpy_name(node):
         return
-    if not {*_UNKNOWN, *_OF_NUMPY}.intersection(node.kwargs):
+    is_fallback = fallback_of(node) is not None
+    tracked = {name for name, value in node.kwargs.items() if is_fallback and requires_grad(example(value))}
+    if not {*_UNKNOWN, *_OF_NUMPY, *tracked}.intersection(node.kwargs):
         return
     overloads = parameters_of(node.target, operator_name(node))
     known = {name for names in overloads for name in names}
     renamed = {name: new for name, new in _OF_NUMPY.items() if new in known}
     node.kwargs = {renamed.get(name, name): value for name, value in node.kwargs.items()}
-    if not (unknown := _UNKNOWN.intersection(node.kwargs)):
+    if not (unknown := (_UNKNOWN | tracked).intersection(node.kwargs)):
         return
     for names in overloads:
         moved = [*takewhile(node.kwargs.__contains__, names[len(node.args) :])]
@@ -117,13 +131,19 @@ def multiply_one_by_one(node: Node) -> None:
         call_instead(node, operator.mul, product, factors[-1])
 
 
-def count_padding_from_start(node: Node) -> None:
-    """Thunder does not count a negative ``padding_idx`` from the end, so that row would get a gradient."""
+def embed_with_padding(node: Node) -> None:
+    """Thunder does not count a negative ``padding_idx`` from the end, so that row would get a gradient. It takes no
+    int32 beside one.
+    """
     given = arguments(node, *inspect.signature(F.embedding).parameters)
-    padding, rows = given.get("padding_idx"), example(given["weight"]).shape[0]
-    if isinstance(padding, int) and padding < 0:
-        given["padding_idx"] = padding + rows
-        call_instead(node, F.embedding, given.pop("input"), given.pop("weight"), **given)
+    padding, weight, indices = given.get("padding_idx"), given.pop("weight"), given.pop("input")
+    if not isinstance(padding, int):
+        return
+    if example(indices).dtype is torch.int32:
+        long = result_of(torch.Tensor.to, (indices, torch.int64))
+        indices = call_before(node, torch.Tensor.to, (indices, torch.int64), result=long)
+    given["padding_idx"] = padding % example(weight).shape[0]
+    call_instead(node, F.embedding, indices, weight, **given)
 
 
 def name_condition_first(node: Node) -> None:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from thunder_cg.analysis.sources import called_from, user_frames
 from thunder_cg.compat.distributed import has_gradient
-from thunder_cg.compat.fx import depends_on_autocast, example, is_unused, is_wait, operator_name
+from thunder_cg.compat.fx import called_function, depends_on_autocast, example, is_unused, is_wait, operator_name
 from thunder_cg.compat.operators import library_name
 from thunder_cg.compat.splitter import can_trace, is_supported
 from thunder_cg.compat.tensors import tree_leaves
@@ -39,7 +39,7 @@ def use_own_operator(node: Node, options: dict[str, Any]) -> None:
     if any(map(requires_grad, tree_leaves([arg for arg in example(node.args) if isinstance(arg, (list, tuple))]))):
         _pass_each_of_list(node, options)
         return
-    function: Any = getattr(torch.Tensor, str(node.target), None) if node.op == "call_method" else node.target
+    function = called_function(node)
     if operator_name(node) in ("mul", "multiply"):
         if not (requires_grad(example(node)) and has_another_derivative(node)):
             return

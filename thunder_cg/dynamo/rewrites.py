@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from thunder_cg.compat.fx import (
     example,
     inside_transforms,
     is_collective,
+    modes_of,
     without_gradient,
 )
 from thunder_cg.compat.splitter import is_differentiable, is_supported
@@ -46,7 +48,7 @@ _CALLS: dict[Any, Callable[[Node], None]] = {
     **dict.fromkeys((torch.broadcast_shapes, torch.cuda.get_device_capability), _drop_unused),
     torch.einsum: calls.pass_each_operand,
     **dict.fromkeys((torch.imag, torch.real), calls.take_part_to_new_memory),
-    F.embedding: calls.count_padding_from_start,
+    F.embedding: calls.embed_with_padding,
     F.multi_head_attention_forward: own_symbols.trace_multi_head_attention,
     "masked_scatter": calls.scatter_without_waiting,
     "unfold": calls.unfold_to_new_memory,
@@ -71,6 +73,8 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
     transformed = inside_transforms(module.graph)
     constants.write_constants(module.graph, transformed)
     nodes = [node for node in module.graph.nodes if node.name not in transformed]
+    for node in nodes:
+        calls.cast_as_autocast_does(node)
     in_place.write_as_thunder_does(module.graph, nodes, options)
     for node in nodes:
         calls.name_as_thunder_does(node)
@@ -110,7 +114,8 @@ def _rewrite_checkpointed(call: Node, module: GraphModule, options: dict[str, An
         _write_out_checkpointed(inner, body)
     calls = [node for node in body.graph.nodes if node.op.startswith("call")]
     if any(requires_grad(example(node)) for node in calls):
-        rewrite(body, options, is_checkpointed=True)
+        with modes_of([call]) or nullcontext():  # whose autocast is not in the graph of the function
+            rewrite(body, options, is_checkpointed=True)
         body.recompile()
     elif not body.graph.find_nodes(op="get_attr"):
         _write_out_checkpointed(call, module)
