@@ -111,7 +111,7 @@ def create_graph(jmodel, model, x, state):
         (create_graph, False),
     ],
 )
-@pytest.mark.nightly_after(4)
+@pytest.mark.nightly_after(2)
 def test_bulk_only_where_nothing_can_tell(body: Body, in_bulk: bool, transform, device, monkeypatch) -> None:
     assert runs_in_bulk(body, transform, device, monkeypatch) == ({True} if in_bulk else {False})
 

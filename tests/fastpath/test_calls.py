@@ -205,7 +205,7 @@ def test_arguments_written_in_place(twins, device):
         "wrong gradient",
     ],
 )
-@pytest.mark.nightly_after(4)
+@pytest.mark.nightly_after(2)
 def test_backward(twins, device, finish):
     plain, graphed = twins(MLP())
     for x in batches(device):
@@ -284,7 +284,7 @@ def test_each_recording_has_its_fast_path(twins, device):
 
 @pytest.mark.parametrize("kind", ["jit", "one node", "thunderfx"])
 @pytest.mark.parametrize("penalty", [True, False])
-@pytest.mark.nightly_after(4)
+@pytest.mark.nightly_after(2)
 def test_second_derivatives(transform, device, kind, penalty):
     """They raise, where uncaptured Thunder takes gradients for constants in most of these cases."""
     options = {"thunderfx_disable_split_autograd": True} if kind == "one node" else {}

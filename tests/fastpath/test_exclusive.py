@@ -40,7 +40,7 @@ def version(*args, **kwargs):
         ((X.double().float()[:1],), {}),
     ],
 )
-@pytest.mark.nightly_after(4)
+@pytest.mark.nightly_after(2)
 def test_other_arguments(args, kwargs):
     assert version(X).excludes(version(*args, **kwargs)) and version(*args, **kwargs).excludes(version(X))
 

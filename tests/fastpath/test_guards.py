@@ -348,7 +348,7 @@ def establish(plain, graphed, device):
 
 
 @pytest.mark.parametrize(("change", "trains"), [*in_turns(SURROUNDINGS)])
-@pytest.mark.nightly_after(14)
+@pytest.mark.nightly_after(6)
 def test_it_refuses_a_change_of(established, device, change):
     plain, graphed, call = established
     x, y = torch.randn(2, 4, device=device), torch.randn(2, 4, device=device)
@@ -367,7 +367,7 @@ def test_it_refuses_a_change_of(established, device, change):
 
 
 @pytest.mark.parametrize(("change", "trains"), [*in_turns(ARGUMENTS)])
-@pytest.mark.nightly_after(8)
+@pytest.mark.nightly_after(6)
 def test_it_refuses_an_argument_of_another(established, device, change):
     plain, graphed, call = established
     args, kwargs = ARGUMENTS[change](torch.randn(2, 4, device=device))

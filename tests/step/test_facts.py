@@ -155,7 +155,7 @@ def tell_apart(step_twins):
 
 
 @pytest.mark.parametrize("values", [*CONTAINERS[:1], *CONTAINERS[2:], *PLAIN], ids=str)
-@pytest.mark.nightly_after(4)
+@pytest.mark.nightly_after(2)
 def test_arguments_that_look_alike(tell_apart, values):
     tell_apart(values, lambda argument: argument, lambda step, x, value: step(x, value))
 

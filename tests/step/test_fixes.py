@@ -78,7 +78,7 @@ ON_CPU = {
 
 
 @pytest.mark.parametrize("name", ON_CPU)
-@pytest.mark.nightly_after(4)
+@pytest.mark.nightly_after(2)
 def test_optimizers_that_read_on_the_host(run, backend, name):
     if backend == "cuda":
         pytest.skip("on a GPU others read on the host")
@@ -240,7 +240,7 @@ def on(device, what):
     ],
     ids=["numbers", "a mask", "a value", "a list", "an array"],
 )
-@pytest.mark.nightly_after(4)
+@pytest.mark.nightly_after(2)
 def test_what_no_graph_can_hold(run, backend, device, what, fix, instead):
     step, (said,) = run(on(device, what))
     assert step.replays == 0 and "at test_fixes.py:" in said, said
@@ -614,7 +614,7 @@ class Pair:
     ],
     ids=["a mapping", "a dataclass", "an array", "elsewhere", "a number", "a name"],
 )
-@pytest.mark.nightly_after(4)
+@pytest.mark.nightly_after(2)
 def test_arguments(step_twins, given, instead, said):
     x = torch.ones(3, device=step_twins.device)
     for make in (given, instead):
@@ -686,7 +686,7 @@ _COPY, _TAKE = "copy it first, as in batch = dict(batch)", "as in x = x.detach()
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-@pytest.mark.nightly_after(4)
+@pytest.mark.nightly_after(2)
 def test_steps_that_change_what_they_are_given(step_twins, fn, fix, instead):
     """The caller sees the change, with and without graphs."""
 

@@ -68,14 +68,14 @@ ON_HOST = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.nightly_after(4)
+@pytest.mark.nightly_after(2)
 def test_optimizers(step_twins, name):
     step = step_twins.train(partial(usual_step, make=OPTIMIZERS[name]), 30)
     assert step.captures == 1 and step.replays >= 26, why(step)
 
 
 @pytest.mark.parametrize("name", ON_HOST)
-@pytest.mark.nightly_after(4)
+@pytest.mark.nightly_after(2)
 def test_optimizers_that_read_a_counter_on_the_host(step_twins, name):
     step = step_twins.train(partial(usual_step, make=ON_HOST[name]), 12)
     assert step.replays >= 9 or "the optimizer reads its state on the host" in why(step), why(step)
@@ -102,7 +102,7 @@ def test_what_inductor_compiles_is_in_the_graph(step_twins):
 
 
 @pytest.mark.parametrize("where", ["first", "after the forward", "last", "to zero", "never", "by hand"])
-@pytest.mark.nightly_after(4)
+@pytest.mark.nightly_after(2)
 def test_gradients_are_dropped_wherever(step_twins, where):
     def make(model):
         optimizer = sgd(model.parameters())
@@ -691,7 +691,7 @@ def momentum(model, fn):
 
 
 @pytest.mark.parametrize("change", [freeze, add_group, move, load, evaluate, seed, momentum])
-@pytest.mark.nightly_after(4)
+@pytest.mark.nightly_after(2)
 def test_changes_midway(step_twins, change):
     step = step_twins.train(usual_step, 14, lambda i, model, fn, batch: change(model, fn) if i == 6 else None)
     assert step.replays >= 6, why(step)
@@ -763,6 +763,7 @@ NIGHTLY = [pytest.param(kind, marks=pytest.mark.nightly) for kind in ("in a list
 
 
 @pytest.mark.parametrize("kind", ["an object", "a namespace", "counted", *NIGHTLY])
+@pytest.mark.nightly_after(1)
 def test_objects_that_are_passed_on(step_twins, kind):
     """The bytecode of the step does not tell what a function reads of its argument."""
 
@@ -936,7 +937,7 @@ def test_a_value_read_on_the_host_is_named_with_its_line(step_twins):
 
 @pytest.mark.parametrize("kind", ["parameter", "module", "optimizer", "accumulated"])
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.nightly_after(4)
+@pytest.mark.nightly_after(2)
 def test_hooks_run(step_twins, kind, late):
     ran = {}
 

@@ -112,7 +112,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.nightly_after(4)
+@pytest.mark.nightly_after(2)
 def test_data_of_packages(package, change):
     trainer = SimpleNamespace(loss=package.Loss())
 

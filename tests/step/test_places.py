@@ -201,7 +201,7 @@ def train(step_twins, make, graphed, between=lambda i, model: None, calls=9):
 
 
 @pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
-@pytest.mark.nightly_after(4)
+@pytest.mark.nightly_after(2)
 def test_tensors_that_a_step_keeps(step_twins, make):
     step = step_twins.both(partial(train, step_twins, make))
     assert step.replays >= 4, step.in_python

@@ -408,7 +408,7 @@ OF_THE_PROCESS = {
 
 
 @pytest.mark.parametrize("kind", OF_THE_PROCESS)
-@pytest.mark.nightly_after(4)
+@pytest.mark.nightly_after(2)
 def test_what_the_process_tells_is_compared(step_twins, kind):
     """Accelerate's optimizers ask for a signature in each step, which asks for a limit."""
     get, put, other = OF_THE_PROCESS[kind]
@@ -642,6 +642,7 @@ class Computed:
     ],
     ids=["spectral norm", "a descriptor", "__getattr__", "a property of PyTorch's"],
 )
+@pytest.mark.nightly_after(2)
 def test_what_a_lookup_computes_is_computed_in_the_step_alone(step_twins, of):
     """It writes buffers and draws random numbers, so a lookup to compare it would make the step another one."""
 
@@ -1439,6 +1440,7 @@ def test_calls_that_tell_nothing_are_looked_at_once(monkeypatch):
 
 
 @pytest.mark.parametrize("make", FAR, ids=lambda make: make.__name__)
+@pytest.mark.nightly_after(30)
 def test_what_no_name_leads_to(monkeypatch, make):
     monkeypatch.setattr(Settings, "scale", 1.0)
     monkeypatch.setattr(Settings, "table", {"scale": 1.0})
@@ -1524,7 +1526,7 @@ def test_a_gradient_that_is_looked_up_unseen(step_twins, device):
 
 @pytest.mark.parametrize("write", [lambda t: t.data.fill_(2), lambda t: t.numpy().fill(2), lambda t: t.add_(1)])
 @pytest.mark.parametrize("made", [torch.ones, torch.inference_mode()(torch.ones)], ids=["plain", "inference"])
-@pytest.mark.nightly_after(4)
+@pytest.mark.nightly_after(2)
 def test_a_tensor_on_the_host_of_a_step_on_a_gpu(write, made):
     values = made(3)
     state = state_of(lambda y: y * values[0].item(), "cuda")

@@ -119,7 +119,7 @@ def test_who_holds_memory_is_counted_while_dynamo_watches_frames(step_twins):
 
 
 @pytest.mark.parametrize("make", STEPS)
-@pytest.mark.nightly_after(3)
+@pytest.mark.nightly_after(2)
 @pytest.mark.parametrize("hold", ["a view", "a storage", "what the step keeps", "a row", "an array", "for a while"])
 def test_who_holds_the_memory_before_has_what_was_there(step_twins, device, make, hold):
     if hold == "an array" and device == "cuda":
@@ -152,7 +152,7 @@ def test_who_holds_the_memory_before_has_what_was_there(step_twins, device, make
 
 @pytest.mark.parametrize("make", STEPS)
 @pytest.mark.parametrize("max_recordings", [1, 4])
-@pytest.mark.nightly_after(3)
+@pytest.mark.nightly_after(2)
 def test_calls_in_python_and_of_other_shapes_in_between(step_twins, make, max_recordings):
     seen = []
 
@@ -166,6 +166,7 @@ def test_calls_in_python_and_of_other_shapes_in_between(step_twins, make, max_re
     assert step.replays >= 11 and step.captures == 1, why(step)
 
 
+@pytest.mark.nightly_after(1)
 @pytest.mark.parametrize("make", STEPS)
 def test_two_layouts_of_the_batch(step_twins, make):
     results = []
@@ -181,6 +182,7 @@ def test_two_layouts_of_the_batch(step_twins, make):
     assert step.captures == 2 and step.replays >= 12, why(step)
 
 
+@pytest.mark.nightly_after(1)
 @pytest.mark.parametrize("make", STEPS)
 def test_from_a_checkpoint_on(step_twins, make):
     saved = []
@@ -275,6 +277,7 @@ def test_what_a_capture_that_fails_has_moved_is_put_back(step_twins):
     assert step.captures == 0 and "the host reads a value" in why(step), why(step)
 
 
+@pytest.mark.nightly_after(1)
 @pytest.mark.parametrize("make", STEPS)
 def test_the_model_is_called_between_steps(step_twins, make):
     """Its own graphs have the addresses of the parameters."""
