@@ -14,7 +14,7 @@ from test_functional_collectives import Between
 from torch import distributed as dist
 from torch.distributed import _functional_collectives as functional
 
-from thunder_cg import explain, thunderfx
+from thunder_cg import executors, explain, thunderfx
 from thunder_cg.errors import CollectiveError
 
 SPLITS = [([1, 2], [1, 3]), ([3, 2], [2, 2])]  # received and sent, of each rank
@@ -69,6 +69,15 @@ def functionally(x: torch.Tensor) -> torch.Tensor:
     return functional.broadcast(exchanged * meanwhile, 1, world) + functional.wait_tensor(total)
 
 
+def reduces_in_place(x: torch.Tensor) -> torch.Tensor:
+    """An argument that was written before, and a view of what is used afterwards."""
+    x.mul_(2)
+    dist.all_reduce(x)
+    y = x + 1
+    dist.all_reduce(y[0])
+    return y * x
+
+
 def unused(x: torch.Tensor) -> torch.Tensor:
     """Rank 1 sends, and uses nothing of it."""
     sent = functional.broadcast(torch.sin(x), 1, dist.group.WORLD)
@@ -77,7 +86,7 @@ def unused(x: torch.Tensor) -> torch.Tensor:
 
 
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    each.__name__: each for each in (broadcasts, exchanges, reduces, functionally, unused)
+    each.__name__: each for each in (broadcasts, exchanges, reduces, reduces_in_place, functionally, unused)
 }
 
 
@@ -94,8 +103,9 @@ def called(name: str, by: str, capture: str = "auto") -> tuple[int, list[dict[st
 
     torch._dynamo.reset()
     function = FUNCTIONS[name]
-    if by == "jit":
-        compiled = thunder.jit(function, transforms=[parallel.transform(capture_collectives=capture)])
+    if by != "thunderfx":
+        options = {"executors": executors()} if by == "jit, fused" else {}
+        compiled = thunder.jit(function, transforms=[parallel.transform(capture_collectives=capture)], **options)
     else:
         kind = "tape" if parallel.device().type == "cpu" else "cuda"
         compiled = thunderfx(function, backend=kind, debug=True)
@@ -123,6 +133,13 @@ def test_collectives_are_captured_with_their_waits(ranks: Ranks, name: str) -> N
         assert not differing
         assert trace["eager"] == [] and trace["replays"] == [3] and not trace["fallbacks"]
         assert f"{CASES[name]} of " in text and "default_pg of 2 ranks, captured" in text
+
+
+@pytest.mark.parametrize("by", [pytest.param("jit", marks=pytest.mark.nightly), "jit, fused"])
+def test_what_shares_memory_is_reduced_where_it_is(ranks: Ranks, by: str) -> None:
+    """A fusion returns it as the argument, or the view, that it is."""
+    for differing, (trace,), text in ranks.run(called, "reduces_in_place", by):
+        assert not differing and trace["replays"] == [3] and "2 all_reduce of " in text
 
 
 def returns_handles() -> tuple[int, list[dict[str, Any]]]:

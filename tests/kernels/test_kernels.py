@@ -165,21 +165,21 @@ def test_the_caller_gets_pytorchs_strides(last, device):
             assert torch.equal(found, expected) and found.stride() == expected.stride()
 
 
-@pytest.mark.parametrize("communicated", [[], [0, 1, 2, 3]])
-def test_what_a_collective_takes_has_memory_of_its_own(communicated, device):
+@pytest.mark.parametrize("reduced", [[], [0, 1, 2, 3]])
+def test_what_is_reduced_has_memory_of_its_own(reduced, device):
     """Inductor may return one tensor as two results, or an argument."""
 
     def fn(x):
         return [x.sum(0) / 2, x.sum(0) / 2, x * 1, torch.ones_like(x).sum(0)]
 
     x = torch.randn(3, 4, device=device)
-    fusion = Fusion("Inductor0", Kernels(fn), None, [], False, communicated)
+    fusion = Fusion("Inductor0", Kernels(fn), None, [], False, reduced)
     fusion._run = lambda x: [*fn(x)[:1] * 2, x, torch.full((1,), 3.0, device=device).expand(4)]
     results = fusion(x)
     for found, expected in zip(results, fn(x), strict=True):
         assert torch.equal(found, expected)
     addresses = {x.data_ptr(), *(each.data_ptr() for each in results)}
-    assert len(addresses) == (5 if communicated else 3) and results[3].is_contiguous() == bool(communicated)
+    assert len(addresses) == (5 if reduced else 3) and results[3].is_contiguous() == bool(reduced)
 
 
 def test_gradients_of_weights_have_their_strides(device):

@@ -90,7 +90,7 @@ def needless_copies(ops: Ops, aliasing: Aliasing) -> list[int]:
         maker = ops.made_by.get(gradient)
         if maker is None or maker.index in aliasing.opaque or readers[gradient] > 1:
             return False
-        if maker.is_fusion and not executor_rule(maker.executor).keeps_communicated_apart:
+        if maker.is_fusion and not executor_rule(maker.executor).keeps_reduced_apart:
             return False
         shares = (ops.made_by.get(name) for name in members[aliasing.sets[gradient]] if name != gradient)
         return all(other is not None and other.index >= op.index for other in shares)

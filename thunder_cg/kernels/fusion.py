@@ -44,8 +44,8 @@ class Fusion:
         returned: of a stretch whose layouts Inductor may choose, the positions of the results that the caller gets.
         written: the positions of the arguments whose memory it writes.
         refuses_leaves: whether PyTorch refuses that where autograd accumulates a gradient for one of them.
-        communicated: the positions of the results that a collective takes, which may write them. Each has memory of its
-            own: Inductor may return one tensor as two results, or an argument.
+        reduced: the positions of the results that all-reduces write, since in the trace they share memory with nothing.
+            Each has memory of its own: Inductor may return one tensor as two results, or an argument.
 
     Attributes:
         failure: why Inductor could not compile it, so that it runs operator by operator; None if it could.
@@ -58,10 +58,10 @@ class Fusion:
         returned: Sequence[int] | None,
         written: Sequence[int],
         refuses_leaves: bool,
-        communicated: Sequence[int],
+        reduced: Sequence[int],
     ) -> None:
         self._written, self._refuses_leaves = frozenset(written), refuses_leaves
-        self._communicated = communicated
+        self._reduced = reduced
         self.__name__ = name
         self._in_torch, self._run, self._returned = kernels.in_torch, kernels.compiled, returned
         self._strides: dict[Any, Sequence[Any]] = {}  # of the results that the caller gets, by layouts of the arguments
@@ -69,10 +69,10 @@ class Fusion:
 
     def __call__(self, *args: Any) -> Any:
         results = self._run_checked(args)
-        if self._communicated:
+        if self._reduced:
             results = [*results]
             sharing = Counter(storage_id(each) for each in (*args, *results) if isinstance(each, torch.Tensor))
-            for i in self._communicated:
+            for i in self._reduced:
                 if sharing[storage_id(results[i])] > 1 or not is_dense(results[i]):
                     results[i] = results[i].clone()
         return results

@@ -11,7 +11,7 @@ from typing import Any
 
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.classify import UserRules, classify
-from thunder_cg.analysis.collectives import in_order
+from thunder_cg.analysis.collectives import in_order, needless_copies
 from thunder_cg.analysis.ops import Ops, read
 from thunder_cg.analysis.pieces import compute_in_pieces
 from thunder_cg.analysis.rules import VJP
@@ -88,7 +88,7 @@ class InductorExecutor(compat.TorchCompileExecutor):
             returned if has_free_layouts else None,
             facts.written(inputs, symbols),
             any(inner.kwargs.get("grad_enabled") for inner in _walk(symbols)),
-            facts.communicated(outputs),
+            facts.reduced(outputs),
         )
         return compat.BoundSymbol(symbol, inputs, {}, outputs, symbols, _call_ctx={name: fusion})
 
@@ -110,7 +110,7 @@ class _TraceFacts:
         self._captured = _captured(ops, aliasing)
         self._written = frozenset().union(*aliasing.writes)  # alias sets
         self._returned = frozenset(ops.ops[-1].inputs)  # gradients included
-        self._communicated = frozenset(name for op in ops.ops if op.communicates for name in op.inputs)
+        self._reduced = frozenset(name for index in needless_copies(ops, aliasing) for name in ops.ops[index].inputs)
         symbols = [ops.ops[index].symbol for index in self._order]
         self._makers = {proxy.name: symbol for symbol in symbols for proxy in symbol.flat_proxy_outs}
         # By address, which no other symbol has as long as the trace is there.
@@ -134,9 +134,9 @@ class _TraceFacts:
         """The positions of those that the trace returns."""
         return [i for i, proxy in enumerate(outputs) if proxy.name in self._returned]
 
-    def communicated(self, outputs: Sequence[compat.Proxy]) -> list[int]:
-        """The positions of those that a collective takes."""
-        return [i for i, proxy in enumerate(outputs) if proxy.name in self._communicated]
+    def reduced(self, outputs: Sequence[compat.Proxy]) -> list[int]:
+        """The positions of those that an all-reduce writes, and that share memory with nothing."""
+        return [i for i, proxy in enumerate(outputs) if proxy.name in self._reduced]
 
     def share_memory(
         self, symbols: Iterable[compat.BoundSymbol], inputs: Iterable[compat.Proxy], returned: Sequence[compat.Proxy]

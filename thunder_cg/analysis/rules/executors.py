@@ -22,7 +22,7 @@ from thunder_cg.compat.settings import Settings
 
 EXECUTORS: Mapping[str, ExecutorRule] = {
     "nvfuser": ExecutorRule(fuses=True, kernel_scalars={"UNIFORM_PHILOX": frozenset({"seed", "offset"})}),
-    "inductor": ExecutorRule(fuses=True, keeps_communicated_apart=True),
+    "inductor": ExecutorRule(fuses=True, keeps_reduced_apart=True),
     "torchcompile": ExecutorRule(fuses=True),
     "torchcompile_cat": ExecutorRule(fuses=True),
     "torchcompile_xentropy": ExecutorRule(fuses=True),

@@ -184,8 +184,8 @@ class ExecutorRule:
 
     fuses: bool = False  # a fusion of this executor is as safe as the worst operator inside of it
     is_pure: bool = False  # its operators neither write an input nor return a view of one
-    # Of the results of its fusions, what a collective takes is dense and shares memory with nothing: it may be written.
-    keeps_communicated_apart: bool = False
+    # Those results of its fusions that `needless_copies` finds are dense, and really share memory with nothing.
+    keeps_reduced_apart: bool = False
     # Of prims inside of its fusions, the keywords whose numbers are arguments of the fusion's kernels. A graph can be
     # given new numbers before each launch. Every recording that makes use of this is verified before it counts.
     kernel_scalars: Mapping[str, frozenset[str]] = field(default_factory=dict)
