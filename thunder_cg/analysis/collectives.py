@@ -78,14 +78,15 @@ def needless_copies(ops: Ops, aliasing: Aliasing) -> list[int]:
     They need no copy of what an op has made that nothing else reads and that shares memory with nothing. Of a fusion,
     only its executor knows that: two results may be one tensor.
     """
+    copying = [op for op in ops.ops if op.id == ALL_REDUCE and _copies(op.symbol)]
+    if not copying:
+        return []
     readers = Counter(name for op in ops.ops for name in op.inputs)
     members: defaultdict[str, list[str]] = defaultdict(list)
     for name, alias_set in aliasing.sets.items():
         members[alias_set].append(name)
 
     def is_needless(op: Op) -> bool:
-        if op.id != ALL_REDUCE or len(op.symbol.args) != 5 or op.symbol.args[3:] != (True, False):
-            return False  # it waits, or writes in place
         (gradient,) = op.inputs
         maker = ops.made_by.get(gradient)
         if maker is None or maker.index in aliasing.opaque or readers[gradient] > 1:
@@ -95,7 +96,12 @@ def needless_copies(ops: Ops, aliasing: Aliasing) -> list[int]:
         shares = (ops.made_by.get(name) for name in members[aliasing.sets[gradient]] if name != gradient)
         return all(other is not None and other.index >= op.index for other in shares)
 
-    return [op.index for op in ops.ops if is_needless(op)]
+    return [op.index for op in copying if is_needless(op)]
+
+
+def _copies(all_reduce: compat.BoundSymbol) -> bool:
+    """Whether it returns a future (``do_async``), of a copy (no ``skip_clone``)."""
+    return len(all_reduce.args) == 5 and all_reduce.args[3:] == (True, False)
 
 
 def _in_place(all_reduce: compat.BoundSymbol) -> compat.BoundSymbol:

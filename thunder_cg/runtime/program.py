@@ -416,9 +416,7 @@ class Program:
         if self.options.strict and (never_replay or change.kind == "dropped"):
             self.counts.fallbacks["strict=True raised"] += 1
             call.release()
-            raise CaptureError(
-                f"{self.label}, call {self.counts.calls}", f"{change.problem}; {change.cost}", change.fix
-            )
+            raise CaptureError(self.call_label, f"{change.problem}; {change.cost}", change.fix)
 
     def _change(self, key: Any, inputs: list[torch.Tensor]) -> CallChange | None:
         """What differs from all that was warmed up or captured before; None if the call repeats an earlier one."""

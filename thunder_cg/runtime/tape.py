@@ -431,9 +431,8 @@ class TapeGraph:
                 if isinstance(step, _RecordedCopies):
                     first, copied = copied, copied + len(step.tensors)
                     copy_all(targets[first:copied], step.tensors)
-                    _poison(
-                        tensor.untyped_storage() for tensor in step.tensors
-                    )  # on a GPU, it may have another use from here
+                    # On a GPU, it may have another use from here.
+                    _poison(tensor.untyped_storage() for tensor in step.tensors)
                     continue
                 args, kwargs = step.args, step.kwargs
                 if has_sentinel:
