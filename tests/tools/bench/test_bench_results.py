@@ -36,9 +36,7 @@ def test_results_of_the_release_can_be_read() -> None:
 
 def test_page_has_the_times_of_fused_kernels() -> None:
     page = (RESULTS / "RESULTS.md").read_text(encoding="utf-8")
-    files = [
-        BenchmarkResults.read(RESULTS / name) for name in ("h100.json", "training-h100.json", "training-h200.json")
-    ]
+    files = [BenchmarkResults.read(RESULTS / name) for name in ("h100.json", "training-h200.json")]
     rows = {(row.case, row.variant): row for results in files for row in results.rows}
     cases = {case for case, _ in rows if "training" in case}
     assert len(cases) == 6
