@@ -143,11 +143,11 @@ def known_constant(node: Node) -> torch.Tensor | None:
     return value.constant if isinstance(value, FakeTensor) else None
 
 
-def compute_without_gradient(node: Node) -> None:
-    """Has the node run under ``torch.no_grad``, as Dynamo writes it."""
-    for enabled, insert in ((False, node.graph.inserting_before), (True, node.graph.inserting_after)):
+def compute_with_grad_mode(node: Node, *, enabled: bool) -> None:
+    """Has the node run under ``torch.no_grad``, or with gradients inside of that, as Dynamo writes it."""
+    for mode, insert in ((enabled, node.graph.inserting_before), (not enabled, node.graph.inserting_after)):
         with insert(node):
-            node.graph.call_function(torch._C._set_grad_enabled, (enabled,))
+            node.graph.call_function(torch._C._set_grad_enabled, (mode,))
 
 
 def operator_name(node: Node) -> str:
