@@ -23,6 +23,7 @@ from thunder_cg import OptionError, cudagraph_transform, explain, graphed_step, 
 from thunder_cg.compat.dynamo import _condition
 from thunder_cg.compat.fx import DataDependentOutputException, dtype_of_casts
 from thunder_cg.compat.guards import attribute_writes_are_reported
+from thunder_cg.dynamo.own_symbols import trace_multi_head_attention
 from thunder_cg.errors import NotCompiledError, TransformConflictError
 
 logger = logging.getLogger("a model")
@@ -566,6 +567,20 @@ def test_dtypes_that_autocast_gives_operators_of_cuda(monkeypatch, call):
         node.meta["example_value"] = call(x)
         assert dtype_of_casts(node) == (None if node.meta["example_value"].dtype is x.dtype else torch.float32)
         assert (dtype_of_casts(node) is None) == (node.target is torch.relu)
+
+
+def test_weights_of_attention_under_autocast_on_cuda(monkeypatch):
+    """They are float32, where Thunder would return float16."""
+    monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
+    graph = torch.fx.Graph()
+    node = graph.call_function(nn.functional.multi_head_attention_forward)
+    with FakeTensorMode():
+        attention, x = nn.MultiheadAttention(8, 2, device="cuda"), torch.empty(4, 2, 8, device="cuda")
+        for enabled in (True, False):
+            with torch.autocast("cuda", torch.float16, enabled=enabled):
+                node.meta["example_value"] = attention(x, x, x)
+            trace_multi_head_attention(node)
+            assert (node.target is nn.functional.multi_head_attention_forward) == enabled
 
 
 def test_an_autocast_to_another_dtype_in_an_autocast_around_the_call():
