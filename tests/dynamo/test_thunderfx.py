@@ -6,6 +6,7 @@ import contextlib
 import copy
 import inspect
 import logging
+import operator
 
 import numpy as np
 import pytest
@@ -574,6 +575,7 @@ def test_weights_of_attention_under_autocast_on_cuda(monkeypatch):
     monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
     graph = torch.fx.Graph()
     node = graph.call_function(nn.functional.multi_head_attention_forward)
+    graph.output(graph.call_function(operator.getitem, (node, 1)))
     with FakeTensorMode():
         attention, x = nn.MultiheadAttention(8, 2, device="cuda"), torch.empty(4, 2, 8, device="cuda")
         for enabled in (True, False):

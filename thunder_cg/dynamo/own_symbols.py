@@ -109,7 +109,8 @@ def trace_multi_head_attention(node: Node) -> None:
     Weights in float32 beside another output come from autocast on CUDA, which Thunder does not see inside.
     """
     values = example(node)
-    if len({value.dtype for value in tensors_in([values])}) > 1:
+    is_cast_inside = len({value.dtype for value in tensors_in([values])}) > 1
+    if is_cast_inside and any(item.args[1] == 1 and item.users for item in node.users):
         return
     if not isinstance(values, tuple) or values[1] is not None:
         node.target = operators.multi_head_attention()
