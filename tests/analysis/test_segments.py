@@ -44,6 +44,17 @@ def test_a_first_segment_where_each_tensor_is_a_little_larger() -> None:
     assert (78 + 76) * MB <= Segments(size).play(events).nbytes < 0.5 * without
 
 
+def test_a_first_segment_has_no_room_for_one_tensor_that_is_much_larger() -> None:
+    """What a fusion allocates inside would split it, and the large tensor would need a segment besides."""
+    names = [f"{layer}.{i}" for layer in range(8) for i in range(4)]
+    events: list[Event] = [(name, size * MB) for name, size in zip(names, (6, 18, 6, 25) * 8)]
+    events += [("logits", 300 * MB), ("logits", 0)]
+    for name in reversed(names):
+        events += [(f"gradient {name}", 5 * MB), (name, 0)]
+    assert Segments(740 * MB).play(events).nbytes < 0.97 * Segments().play(events).nbytes  # if nothing else were there
+    assert first_segment(events) <= 440 * MB
+
+
 def test_no_first_segment() -> None:
     """Where it saves nothing, or is smaller than what the allocator takes anyway."""
     assert first_segment([]) == 0

@@ -831,6 +831,21 @@ def test_masked_attention_without_a_fused_kernel(width, dtype):
     assert attention.target is not F.scaled_dot_product_attention
 
 
+def test_a_mask_whose_last_dimension_is_not_contiguous():
+    """As T5's, a bias by heads that was permuted. Fused kernels need it contiguous."""
+    graph = torch.fx.Graph()
+    tensors = [graph.placeholder(name) for name in ("query", "key", "value", "attn_mask")]
+    attention = graph.call_function(F.scaled_dot_product_attention, tuple(tensors))
+    with FakeTensorMode():
+        for node in (*tensors[:3], attention):
+            node.meta["example_value"] = torch.empty(1, 4, 8, 8, device="cuda")
+        tensors[3].meta["example_value"] = torch.empty(8, 8, 4, device="cuda").permute(2, 0, 1).unsqueeze(0)
+        use_own_operator(attention, {})
+    mask = attention.args[3]
+    assert mask.target == "contiguous" and mask.args == (tensors[3],) and mask.meta["example_value"].stride(-1) == 1
+    assert attention.target is F.scaled_dot_product_attention
+
+
 DROPOUTS = [0.0, 1e-30]
 
 

@@ -515,7 +515,11 @@ def test_autocast(inside, operator):
     graphed = thunderfx(fn, backend="tape")
     with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
         for _ in range(3):
-            same(graphed(*tensors), fn(*tensors))
+            found, expected = graphed(*tensors), fn(*tensors)
+            if operator is _cell and inside:  # Inductor's, which may round less often
+                torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+            else:
+                same(found, expected)
     assert ["another dtype under autocast" in each for each in outside(graphed)] == [True] * (
         inside and operator is _cell
     )

@@ -5,14 +5,16 @@ Note [First segment]
     those of a capture are as large together as the order of its tensors makes them: the memory of two is no place for
     a third one that is a little larger than each. One large segment, which is split and joined again, often takes less
     in all; where a few tensors are very large it takes more. So a few sizes of it are tried on what is known of the
-    order, before anything is allocated.
+    order, before anything is allocated. What a fusion allocates inside is not known, and splits the segment elsewhere,
+    so that there may be no room for the largest tensor that it was to have. So each size is tried on a second order as
+    well, in which each tensor is made with another one of its size, which is freed at once.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 # How the allocator rounds, in bytes (torch 2.9 to 2.11, unless PYTORCH_CUDA_ALLOC_CONF says otherwise).
 SMALL = 2**20  # tensors up to this size have segments of their own, of 2 MiB
@@ -76,13 +78,23 @@ class Segments:
 
 def first_segment(events: Sequence[Event]) -> int:
     """Bytes to have in one segment before what allocates and frees in this order; 0 for none."""
-    without = Segments().play(events).nbytes
+    orders = events, [*_with_temporaries(events)]
+
+    def needs_with(first: int) -> int:
+        return sum(Segments(first).play(order).nbytes for order in orders)
+
     large = [event for event in events if not event[1] or event[1] > SMALL]
     most = peak(large, {})
     sizes = {peak((event for event in large if event[1] <= most // part), {}) for part in _LARGEST}
-    needs = {size: Segments(size).play(events).nbytes for size in sizes if size >= LEAST_SEGMENT}
+    needs = {size: needs_with(size) for size in sizes if size >= LEAST_SEGMENT}
     best = min(needs, key=lambda size: (needs[size], size), default=0)
-    return best if best and needs[best] < _WORTH * without else 0
+    return best if best and needs[best] < _WORTH * needs_with(0) else 0
+
+
+def _with_temporaries(events: Iterable[Event]) -> Iterator[Event]:
+    for name, nbytes in events:
+        temporary = (("", nbytes), ("", 0)) if nbytes else ()
+        yield from (*temporary[:1], (name, nbytes), *temporary[1:])
 
 
 def peak(events: Iterable[Event], start: Mapping[str, int]) -> int:

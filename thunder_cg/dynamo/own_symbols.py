@@ -29,6 +29,7 @@ def use_own_operator(node: Node, options: dict[str, Any]) -> None:
         given = arguments(node, *tensors, "dropout_p", "is_causal")
         node.args = tuple(given.pop(name, None) for name in tensors)  # no keyword of Thunder's may have a gradient
         node.kwargs = given
+        _make_mask_contiguous(node)
         if not _is_more_than_symbol(node):
             return
         if given.get("dropout_p", 0.0) != 0.0:
@@ -101,6 +102,17 @@ def _is_more_than_symbol(attention: Node) -> bool:
     is_aligned = all(each.shape[-1] * each.element_size() % 16 == 0 for each in (query, value))
     is_written_out = query.device.type == "cpu" or query.dtype is torch.float64 or not is_aligned
     return "enable_gqa" in attention.kwargs or (attention.args[3] is not None and is_written_out)
+
+
+def _make_mask_contiguous(attention: Node) -> None:
+    """Copies a mask whose last dimension is not contiguous: PyTorch would choose another kernel, Thunder's raises."""
+    query, key, value, mask = attention.args
+    if not isinstance(mask, Node) or example(mask).device.type == "cpu" or example(mask).stride()[-1:] in ((), (1,)):
+        return
+    with attention.graph.inserting_before(attention):
+        contiguous = attention.graph.call_method("contiguous", (mask,))
+    contiguous.meta.update(mask.meta, example_value=example(mask).contiguous())
+    attention.args = (query, key, value, contiguous)
 
 
 def trace_multi_head_attention(node: Node) -> None:

@@ -149,6 +149,13 @@ def _large() -> tuple[BenchmarkCase, ...]:
             trains=True,
             exact=False,
         ),
+        BenchmarkCase(
+            "Llama, 1.1 billion parameters, training 1 x 512 tokens with activation checkpointing",
+            lambda: Llama(16, 2048, 32, 8, 8192, 32000, 512, recomputes=True),
+            lambda: tokens_and_targets(32000, 1, 512),
+            trains=True,
+            exact=False,
+        ),
     )
 
 
@@ -201,6 +208,12 @@ def _small() -> tuple[BenchmarkCase, ...]:
         BenchmarkCase(
             "Llama, 2 layers, training",
             lambda: Llama(2, 32, 4, 2, 64, 64, 16),
+            lambda: tokens_and_targets(64, 1, 16),
+            trains=True,
+        ),
+        BenchmarkCase(
+            "Llama, 2 layers, training with activation checkpointing",
+            lambda: Llama(2, 32, 4, 2, 64, 64, 16, recomputes=True),
             lambda: tokens_and_targets(64, 1, 16),
             trains=True,
         ),

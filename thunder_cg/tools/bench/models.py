@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from thunder_cg.tools.demo import CharacterGPT, Decoder, DemoSettings
 
@@ -175,15 +176,29 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(nn.Module):
-    """The loss for tokens and targets, both int64, (batch, length)."""
+    """The loss for tokens and targets, both int64, (batch, length).
+
+    Args:
+        recomputes: the backward computes each block again (activation checkpointing).
+    """
 
     cos: Tensor
     sin: Tensor
 
     def __init__(
-        self, layers: int, width: int, heads: int, groups: int, hidden: int, vocabulary: int, length: int
+        self,
+        layers: int,
+        width: int,
+        heads: int,
+        groups: int,
+        hidden: int,
+        vocabulary: int,
+        length: int,
+        *,
+        recomputes: bool = False,
     ) -> None:
         super().__init__()
+        self.recomputes = recomputes
         self.tokens = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(LlamaBlock(width, heads, groups, hidden) for _ in range(layers))
         self.norm = RmsNorm(width)
@@ -197,7 +212,10 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.tokens(tokens)
         for block in self.blocks:
-            x = block(x, self.cos, self.sin)
+            if self.recomputes:
+                x = checkpoint(block, x, self.cos, self.sin, use_reentrant=False)
+            else:
+                x = block(x, self.cos, self.sin)
         return loss_of(self.head(self.norm(x)), targets)
 
 
