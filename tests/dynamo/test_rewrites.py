@@ -701,6 +701,50 @@ def test_parameters_written_without_a_gradient(backend, device, write):
     assert any("without a gradient, to a tensor that has one" in part.reason for part in explain(graphed).outside)
 
 
+class WritesBefore(nn.Module):
+    """Writes to its parameter before anything else reads it, in a graph that also writes to what it has made."""
+
+    def __init__(self, write: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.weight, self.write = nn.Parameter(torch.rand(8)), write
+
+    def forward(self, x):
+        self.write(self.weight)
+        y = (torch.sin(x) * self.weight).clone()
+        y[0] = x[0]
+        return y + self.weight.square()
+
+
+def clamp_twice(weight):
+    weight.data.clamp_(0.2, 0.6)
+    weight.data.mul_(0.97)
+
+
+@torch.no_grad
+def normalize_and_decay(weight):
+    weight.div_(weight.norm()).mul_(0.9)
+
+
+@pytest.mark.parametrize("write", [clamp_twice, normalize_and_decay])
+def test_parameters_written_without_a_gradient_before_they_are_read(backend, device, write):
+    model = WritesBefore(write).to(device)
+    twin = copy.deepcopy(model)
+    graphed = trains_alike(model, lambda: torch.randn(2, 8, device=device), backend)
+    assert one_region_each_way(graphed)
+    twin.load_state_dict(model.state_dict())
+    model.zero_grad()
+    x = torch.randn(2, 8, device=device)
+    for call in (graphed, twin):  # the first backward needs what the second forward writes
+        loss = (call(x) + call(x)).sum()
+        if write is normalize_and_decay:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+        else:
+            loss.backward()
+    torch.testing.assert_close(model.weight.grad, twin.weight.grad)
+    assert torch.equal(model.weight, twin.weight)
+
+
 def test_what_the_graph_makes_is_written_without_a_gradient(backend, device):
     def fn(x):
         y = torch.sin(x)

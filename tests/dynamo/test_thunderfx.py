@@ -6,6 +6,7 @@ import contextlib
 import copy
 import inspect
 import logging
+import operator
 
 import numpy as np
 import pytest
@@ -15,13 +16,15 @@ from support import fast_path_calls, programs, regions, replays, same, same_trai
 from thunder.core import transforms
 from thunder.dynamo import utils
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from thunder_cg import OptionError, cudagraph_transform, explain, graphed_step, thunderfx
 from thunder_cg.compat.dynamo import _condition
-from thunder_cg.compat.fx import DataDependentOutputException
+from thunder_cg.compat.fx import DataDependentOutputException, dtype_of_casts
 from thunder_cg.compat.guards import attribute_writes_are_reported
+from thunder_cg.dynamo.own_symbols import trace_multi_head_attention
 from thunder_cg.errors import NotCompiledError, TransformConflictError
 
 logger = logging.getLogger("a model")
@@ -522,24 +525,85 @@ def test_autocast(inside, operator):
     )
 
 
-def test_autocast_casts_more_than_layers():
+def test_autocast_casts_more_than_layers(backend, device):
     """Thunder casts for layers alone: a loss would be bfloat16, in which 4.7 and 4.71 are the same number."""
     f = nn.functional
 
     def fn(x, y, z):
-        losses = f.cross_entropy(x, torch.arange(4)), f.mse_loss(x, x + 1)
+        losses = f.cross_entropy(x, torch.arange(4, device=device)), f.mse_loss(x, x + 1), x.sum(-1), x.cumsum(-1)
         attention = f.scaled_dot_product_attention(y[None], y[None], y[None], y[:, :4])
         norms = f.layer_norm(x, (8,), z, z), x.norm(dim=-1), x.softmax(-1)
         return *losses, *norms, attention, torch.baddbmm(z, y[None], torch.prelu(y, z).t()[None] @ y)
 
-    tensors = torch.randn(4, 8).bfloat16(), torch.randn(4, 8), torch.randn(8)
-    graphed = thunderfx(fn, backend="tape")
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+    tensors = torch.randn(4, 8).bfloat16().to(device), torch.randn(4, 8, device=device), torch.randn(8, device=device)
+    graphed = thunderfx(fn, backend=backend)
+    with torch.no_grad(), torch.autocast(device, torch.bfloat16):
         for _ in range(2):
             for found, expected in zip(graphed(*tensors), fn(*tensors)):
                 tolerance = 1e-5 if expected.dtype is torch.float32 else 0.02
                 torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
     assert not outside(graphed)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x.sum(),
+        lambda x: x.prod(-1),
+        lambda x: x.cumsum(0),
+        lambda x: torch.cumprod(x, 0),
+        lambda x: x.softmax(-1),
+        lambda x: nn.functional.log_softmax(x, -1),
+        lambda x: x.norm(dim=-1),
+        lambda x: nn.functional.normalize(x),
+        lambda x: torch.relu(x),
+    ],
+)
+def test_dtypes_that_autocast_gives_operators_of_cuda(monkeypatch, call):
+    """Sums and softmax get no casts there, but the dtype of what they return."""
+    monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
+    graph = torch.fx.Graph()
+    with FakeTensorMode(), torch.autocast("cuda", torch.float16):
+        x = torch.empty(4, 4, dtype=torch.float16, device="cuda")
+        placeholder = graph.placeholder("x")
+        placeholder.meta["example_value"] = x
+        call(torch.fx.Proxy(placeholder))
+        *_, node = graph.nodes
+        node.meta["example_value"] = call(x)
+        assert dtype_of_casts(node) == (None if node.meta["example_value"].dtype is x.dtype else torch.float32)
+        assert (dtype_of_casts(node) is None) == (node.target is torch.relu)
+
+
+def test_weights_of_attention_under_autocast_on_cuda(monkeypatch):
+    """They are float32, where Thunder would return float16."""
+    monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
+    graph = torch.fx.Graph()
+    node = graph.call_function(nn.functional.multi_head_attention_forward)
+    graph.output(graph.call_function(operator.getitem, (node, 1)))
+    with FakeTensorMode():
+        attention, x = nn.MultiheadAttention(8, 2, device="cuda"), torch.empty(4, 2, 8, device="cuda")
+        for enabled in (True, False):
+            with torch.autocast("cuda", torch.float16, enabled=enabled):
+                node.meta["example_value"] = attention(x, x, x)
+            trace_multi_head_attention(node)
+            assert (node.target is nn.functional.multi_head_attention_forward) == enabled
+
+
+def test_an_autocast_to_another_dtype_in_an_autocast_around_the_call():
+    """Thunder would cast the gradients of what is inside to the dtype of the outer one, and raise."""
+
+    def fn(x):
+        with torch.autocast("cpu", torch.float16):
+            return x @ x.t()
+
+    graphed = thunderfx(fn, backend="tape")
+    for _ in range(3):
+        x = torch.randn(4, 4, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            found, expected = graphed(x), fn(x)
+        assert found.dtype is torch.float16
+        same(found, expected)
+        same(*(torch.autograd.grad(each.sum(), x) for each in (found, expected)))
 
 
 def test_autocast_casts_in_checkpointed_functions():

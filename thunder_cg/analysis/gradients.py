@@ -34,6 +34,7 @@ from thunder_cg.analysis.aliasing import Aliasing, chosen
 from thunder_cg.analysis.ops import Op, Ops, Value, names_in
 from thunder_cg.compat.thunder import (
     LOST_GRADIENT,
+    OVERWRITE,
     WITHOUT_GRADIENT,
     is_detached,
     proxy_shape,
@@ -203,6 +204,8 @@ def lost_or_unsummed(ops: Ops, aliasing: Aliasing) -> tuple[WrongGradient, ...]:
     for op in ops.ops:
         written = [name for name in _written(op) if name in aliasing.sets]
         views.add(op, written)
+        if any(sub.id == OVERWRITE for sub in op.subs):
+            written = []
         if renames(op):
             for before, after in zip(op.inputs, op.outputs):
                 tracked.update([after] if before in tracked else [])

@@ -14,14 +14,13 @@ from weakref import WeakKeyDictionary
 import thunder
 import torch
 from thunder import CacheEntry
-from thunder.core import dtypes
 from thunder.core.compile_data import (
     _compile_data,
     get_compile_data,
     reset_compile_data_and_stats,
     set_compile_data_and_stats,
 )
-from thunder.core.dtypes import to_torch_dtype
+from thunder.core.dtypes import is_float_dtype, to_torch_dtype
 from thunder.core.interpreter import InterpreterError, get_interpreterruntimectx, unwrap
 from thunder.core.jit_ext import _general_jit_lookaside_map, is_created_during_tracing
 from thunder.core.prims import PrimIDs
@@ -65,7 +64,8 @@ def end_autocast(trace: TraceCtx) -> None:
     stack = get_compile_data().autocast_stack
     candidates = (s for s in trace.bound_symbols if s.sym.id in autocast_impls) if not stack.is_empty() else ()
     tensors = (proxy for symbol in candidates for proxy in symbol.flat_proxy_args if isinstance(proxy, TensorProxy))
-    if any(tensor.dtype == dtypes.float32 for tensor in tensors):
+    kept = stack.get_dtype_for_device_if_enabled
+    if any(is_float_dtype(tensor.dtype) and tensor.dtype != kept(tensor.device.type) for tensor in tensors):
         stack.stack.clear()
 
 

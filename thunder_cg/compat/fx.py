@@ -52,26 +52,27 @@ def on_examples(function: Callable[..., Any], args: Any, kwargs: Any, *, inside:
 
 
 class _Calls(TorchDispatchMode):
-    """Notes which operators of PyTorch run inside."""
+    """Notes which operators of PyTorch run inside, and the dtypes of what they return."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: list[str] = []
+        self.found: list[tuple[Any, list[torch.dtype]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
         if func is not torch.ops.prim.device.default:  # which autocast asks
-            self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
+            self.found.append((func, [each.dtype for each in tensors_in([result])]))
+        return result
 
 
-def _calls_of(node: Node, function: Callable[..., Any]) -> list[str]:
+def _calls_of(node: Node, function: Callable[..., Any]) -> list[tuple[Any, list[torch.dtype]]]:
     """The operators that run in a call of the function where the node is, with its autocasts."""
     calls = _Calls()
     with ExitStack() as stack:
         for kind, dtype, enabled in autocasts_at(node):
             stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
         on_examples(function, example(node.args), example(node.kwargs), inside=calls)
-    return calls.names
+    return calls.found
 
 
 def reads_values(node: Node, function: Callable[..., Any]) -> bool:
@@ -92,7 +93,7 @@ def depends_on_autocast(node: Node, function: Callable[..., Any]) -> bool:
         on_examples(no_autocast(function), example(node.args), example(node.kwargs), inside=without)
     except RuntimeError:  # of two dtypes
         return True
-    return _calls_of(node, function) != without.names
+    return _calls_of(node, function) != without.found
 
 
 def dtype_of_casts(node: Node) -> torch.dtype | None:
@@ -107,7 +108,7 @@ def dtype_of_casts(node: Node) -> torch.dtype | None:
     if not callable(function) or isinstance(function, HigherOrderOperator) or len(results) != 1 or inputs <= results:
         return None
     (dtype,) = results
-    if not any(autocasts_at(node)):
+    if not depends_on_autocast(node, function):
         return None
 
     def cast(leaf: Any) -> Any:
@@ -117,9 +118,11 @@ def dtype_of_casts(node: Node) -> torch.dtype | None:
     call = no_autocast(lambda *args, **kwargs: function(*tree_map(cast, args), **tree_map(cast, kwargs)))
     try:
         on_examples(call, example(node.args), example(node.kwargs), inside=calls)
-        return dtype if _calls_of(node, function) == calls.names else None
     except RuntimeError:
         return None
+    # On CUDA, softmax and sums are not given casts, but the dtype of what they return.
+    without_casts = [each for each in calls.found if each[0] is not torch.ops.aten._to_copy.default]
+    return dtype if _calls_of(node, function) in (calls.found, without_casts) else None
 
 
 def is_wait(node: Node) -> bool:
@@ -143,11 +146,11 @@ def known_constant(node: Node) -> torch.Tensor | None:
     return value.constant if isinstance(value, FakeTensor) else None
 
 
-def compute_without_gradient(node: Node) -> None:
-    """Has the node run under ``torch.no_grad``, as Dynamo writes it."""
-    for enabled, insert in ((False, node.graph.inserting_before), (True, node.graph.inserting_after)):
+def compute_with_grad_mode(node: Node, *, enabled: bool) -> None:
+    """Has the node run under ``torch.no_grad``, or with gradients inside of that, as Dynamo writes it."""
+    for mode, insert in ((enabled, node.graph.inserting_before), (not enabled, node.graph.inserting_after)):
         with insert(node):
-            node.graph.call_function(torch._C._set_grad_enabled, (enabled,))
+            node.graph.call_function(torch._C._set_grad_enabled, (mode,))
 
 
 def operator_name(node: Node) -> str:

@@ -257,6 +257,7 @@ def outside_of_autograd(function: Callable[..., Any]) -> Callable[..., Any]:
 
 # What the ids of symbols end with whose results have no gradient, and what is wrong where a tensor has one.
 WITHOUT_GRADIENT = "_without_gradient"
+OVERWRITE = "overwrite"  # the id of the symbol that writes without a gradient to what keeps its own
 LOST_GRADIENT = (
     "it takes a tensor that has a gradient, which would be lost",
     "call it with x.detach() or under torch.no_grad(), or call the one of torch.distributed._functional_collectives, "
@@ -339,17 +340,23 @@ def _padded_with_zeros(param: torch.Tensor, rank: int, *args: Any, **options: An
 
 
 def register_function(
-    executor: OperatorExecutor, id_: str, function: Callable[..., Any], *, differentiable: bool = True
+    executor: OperatorExecutor,
+    id_: str,
+    function: Callable[..., Any],
+    *,
+    differentiable: bool = True,
+    is_kept: bool = False,
 ) -> Symbol:
     """A new symbol of the executor that calls ``function``, and whose backward calls it again, under autograd.
 
     Args:
         id_: of the symbol; traces print it behind the executor's name, since a value of the trace may have its name.
+        is_kept: also where nothing uses its results.
     """
 
     def register(suffix: str, meta: Callable[..., Any], fn: Callable[..., Any]) -> Symbol:
         name = f"{executor.name}.{id_}{suffix}".replace(".", "_")
-        symbol = executor.register_operator(name, meta=meta, fn=fn)
+        symbol = executor.register_operator(name, meta=meta, tags=[OpTags.DONT_DCE] if is_kept else None, fn=fn)
         return replace(symbol, id=id_ + suffix)
 
     forward = register("", langctx(Languages.TORCH)(meta_adaptor(function)), function)

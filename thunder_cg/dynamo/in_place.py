@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -13,13 +13,13 @@ import torch
 from torch.fx import Graph, Node
 from torch.nn import functional as F
 
-from thunder_cg.compat.fx import example
+from thunder_cg.compat.fx import GET_DATA, compute_with_grad_mode, example, without_gradient
 from thunder_cg.compat.splitter import is_supported
 from thunder_cg.compat.tensors import shares_storage
 from thunder_cg.compat.thunder import symbols_of_functions
 from thunder_cg.dynamo import operators
 from thunder_cg.dynamo.nodes import call_before, call_instead, later, result_of, use_later
-from thunder_cg.dynamo.writes import IN_PLACE, is_named_in_place, requires_grad, untracked_writes
+from thunder_cg.dynamo.writes import IN_PLACE, ancestors, is_named_in_place, requires_grad, untracked_writes
 
 NEW = "thunder_cg.new"  # of nodes whose results are in new memory, unlike their examples
 _MAKE_NEW = frozenset([torch.empty, torch.empty_like, torch.zeros, torch.zeros_like, "new_empty", "new_zeros"])
@@ -172,6 +172,48 @@ def _copy_what_is_written(node: Node, options: dict[str, Any]) -> None:
         call_instead(node, torch.Tensor.copy_, node.args[0], computed)
     else:
         node.graph.erase_node(computed)
+
+
+def keep_gradients(graph: Graph) -> None:
+    """After ``w.data.clamp_(0, 1)``, ``w`` is what a symbol has written, and gives its gradient to ``w``.
+
+    Not where old values are read elsewhere, or new ones by another name.
+    """
+    writes, untracked = untracked_writes(graph), without_gradient(graph)
+    for node in graph.nodes:
+        if node.name in writes:
+            _keep_gradient(node, untracked)
+
+
+def _keep_gradient(node: Node, untracked: Collection[str]) -> None:
+    target, function, after = _first(node), _out_of_place(node), later(node)
+    is_data = isinstance(target, Node) and target.target is GET_DATA
+    tensor: Any = target.args[0] if is_data else target
+    if function is None or not isinstance(tensor, Node) or (is_data and node.users) or after.isdisjoint(tensor.users):
+        return
+    made_of = ancestors(node)
+    names = [each for each in node.graph.nodes if each not in after and shares_storage(example(each), example(tensor))]
+    for name in names:
+        for user in name.users.keys() - {node}:
+            is_tracked = requires_grad(example(user)) and user.name not in untracked
+            is_early = user in made_of and (user.target is operators.overwritten() or not is_tracked)
+            if user.op == "output" or not (is_early or (user in after and name in (tensor, node))):
+                return
+    detached = call_before(node, torch.Tensor.detach, (tensor,), result=result_of(torch.Tensor.detach, (tensor,)))
+    args = (detached, *node.args[1:])
+    fresh = result_of(function, args, node.kwargs)
+    if not _is_alike(fresh, example(tensor)):
+        return
+    values = call_before(node, function, args, node.kwargs, result=fresh)
+    use_later(node, tensor, node)
+    call_instead(node, operators.overwritten(), tensor, values, is_data)
+    node.meta["example_value"] = example(tensor)
+    if node.name in untracked:
+        compute_with_grad_mode(node, enabled=True)
+    for name in (each for each in names if each.target is GET_DATA):
+        call_instead(name, torch.Tensor.detach, *name.args)
+        if not name.users:
+            name.graph.erase_node(name)
 
 
 def draw_out_of_place(node: Node) -> None:

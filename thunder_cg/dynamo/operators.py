@@ -19,6 +19,7 @@ from thunder_cg.communication import functional
 from thunder_cg.compat.operators import grouped_mm, int_mm, library_name, pad, transformer_encoder_layer, weight_norm
 from thunder_cg.compat.splitter import for_splitter
 from thunder_cg.compat.thunder import (
+    OVERWRITE,
     OperatorExecutor,
     current_trace,
     register_executor,
@@ -26,6 +27,7 @@ from thunder_cg.compat.thunder import (
     to_torch_device,
     to_torch_dtype,
     trace_as,
+    with_derivative,
 )
 
 # Thunder's symbols refuse some arguments, such as ceil_mode, or have no gradient.
@@ -299,3 +301,26 @@ def multi_head_attention(*, output_only: bool = False) -> Callable[..., Any]:
     copy.__kwdefaults__ = original.__kwdefaults__
     traced = (lambda *args, **kwargs: copy(*args, **kwargs)[0]) if output_only else copy
     return for_splitter(traced, "multi_head_attention_forward")
+
+
+def _overwrite(tensor: torch.Tensor, values: torch.Tensor, is_data: bool) -> torch.Tensor:
+    (tensor.data if is_data else tensor).copy_(values)
+    return tensor
+
+
+@cache
+def overwritten() -> Callable[..., Any]:
+    """A tensor after values were written there without a gradient. What uses it gives its gradient to the tensor.
+
+    ``is_data`` writes to ``tensor.data``, of which autograd does not know.
+    """
+    write = register_function(executor, OVERWRITE, torch.no_grad()(_overwrite), differentiable=False, is_kept=True)
+
+    def call(tensor: Any, values: Any, is_data: bool) -> Any:
+        def forward(*tensors: Any) -> Any:
+            return (write(*tensors, is_data),), ()
+
+        (result,) = with_derivative(forward, lambda gradient: (gradient, None), tensor, values)
+        return result
+
+    return for_splitter(call, "overwritten")

@@ -13,7 +13,7 @@ from thunder_cg.compat.distributed import has_gradient
 from thunder_cg.compat.fx import called_function, depends_on_autocast, example, is_unused, is_wait, operator_name
 from thunder_cg.compat.operators import library_name
 from thunder_cg.compat.splitter import can_trace, is_supported
-from thunder_cg.compat.tensors import tree_leaves
+from thunder_cg.compat.tensors import tensors_in, tree_leaves
 from thunder_cg.compat.thunder import LOST_GRADIENT
 from thunder_cg.dynamo import operators
 from thunder_cg.dynamo.fallbacks import has_another_derivative, returns_cpu_scalar
@@ -116,8 +116,14 @@ def _make_mask_contiguous(attention: Node) -> None:
 
 
 def trace_multi_head_attention(node: Node) -> None:
-    """Thunder traces the function. Without the weights, it returns the output alone: the splitter wants no None."""
+    """Thunder traces the function. Without the weights, it returns the output alone: the splitter wants no None.
+
+    Weights in float32 beside another output come from autocast on CUDA, which Thunder does not see inside.
+    """
     values = example(node)
+    is_cast_inside = len({value.dtype for value in tensors_in([values])}) > 1
+    if is_cast_inside and any(item.args[1] == 1 and item.users for item in node.users):
+        return
     if not isinstance(values, tuple) or values[1] is not None:
         node.target = operators.multi_head_attention()
         return

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from thunder_cg.compat.fx import (
     GET_DATA,
     checkpoints,
-    compute_without_gradient,
+    compute_with_grad_mode,
     example,
     inside_transforms,
     is_collective,
@@ -72,6 +72,8 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
     autograd_functions.give_what_is_used(module)
     transformed = inside_transforms(module.graph)
     constants.write_constants(module.graph, transformed)
+    if not (is_checkpointed or transformed):  # a checkpointed function would write once more
+        in_place.keep_gradients(module.graph)
     nodes = [node for node in module.graph.nodes if node.name not in transformed]
     for node in nodes:
         calls.cast_as_autocast_does(node)
@@ -168,4 +170,4 @@ def _leave_out_of_backward(graph: Graph, transformed: frozenset[str], options: d
             continue
         is_fresh = in_place.NEW in node.meta or not (written_by(node) or shares_memory(inputs, example(node)))
         if is_fresh and is_supported(node, options, with_gradient=False) and not is_differentiable(node, options):
-            compute_without_gradient(node)
+            compute_with_grad_mode(node, enabled=False)

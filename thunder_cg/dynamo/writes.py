@@ -162,7 +162,7 @@ def order_counts(graph: Graph) -> bool:
     reads: list[set[Any]] = [set().union(*(memory[each] for each in node.all_input_nodes)) for node in nodes]
     for i, node in enumerate(nodes):
         for written in filter(has_storage, tensors_in(example(written_by(node)))):
-            made_of = _ancestors(node)
+            made_of = ancestors(node)
             before = [reads[j] for j in range(i) if nodes[j] not in made_of]
             after = [reads[j] for j in range(i + 1, len(nodes)) if nodes[j].op != "output"]
             is_used = any(storage_id(written) in each for each in after)
@@ -172,7 +172,8 @@ def order_counts(graph: Graph) -> bool:
     return False
 
 
-def _ancestors(node: Node) -> set[Node]:
+def ancestors(node: Node) -> set[Node]:
+    """The nodes that a node is computed from."""
     found: set[Node] = set()
     waiting = [*node.all_input_nodes]
     while waiting:

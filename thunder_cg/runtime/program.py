@@ -138,7 +138,7 @@ class Program:
         """Tells the regions what is around them."""
         for index, region in enumerate(self.regions):
             region.index, region.describe = index, self.ops.described
-            region.refuses_leaves = self.inputs.refuses_leaves
+            region.not_leaves = [i for i in region.written if region.input_names[i] in self.inputs.not_leaves]
             region.aliased_in_pool = [i for i, n in enumerate(region.io.inputs) if n.aliased and n.name in in_pool]
             in_pool |= region.names_in_pool
         # Whether replays write to nothing but the arena and their results, and draw nothing.

@@ -45,7 +45,9 @@ class ProgramInputs:
         self._static = [ops.values[name].static or aliasing.sets.get(name) in caches for name in self.names]
         # What the forward left in the pool follows from the forward's own layout.
         self._keyed = [i for i, name in enumerate(self.names) if name not in in_pool]
-        self.refuses_leaves = any(map(_writes_with_grad, ops.ops))
+        with_grad = {memory for op in ops.ops if _writes_with_grad(op) for memory in aliasing.writes[op.index]}
+        # What PyTorch refuses to write where it is a leaf that requires grad, of all values of the trace.
+        self.not_leaves = frozenset(name for name, memory in aliasing.sets.items() if memory in with_grad)
         # By which kernels of the regions may be chosen.
         self.settings = reduce(or_, (op.settings for region in regions for op in region.ops), Settings.NONE)
         self._read_settings = kernel_settings(self.settings)
@@ -85,7 +87,7 @@ class ProgramInputs:
                 names = ", ".join(self._describe(self.names[i]) for i in sorted(self.written)[:3])
                 problem = f"{names}, written in place, shares memory with another"
                 return SkipReason(problem, "pass separate tensors")
-            if self.refuses_leaves and any(is_leaf_with_grad(tensors[i]) for i in self.written):
+            if any(is_leaf_with_grad(tensors[i]) for i in self.written if self.names[i] in self.not_leaves):
                 return WRITTEN_LEAF
         return None
 

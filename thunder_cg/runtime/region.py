@@ -77,7 +77,7 @@ class RuntimeRegion:
         self.is_always_verified = bool(io.scalars)  # before a recording of it counts: see Note [Kernel scalars]
         self.index = 0  # in the program
         self.describe: Callable[[str], str] = "input {!r}".format  # says of a value of the trace what the user calls it
-        self.refuses_leaves = False  # whether PyTorch refuses its writes to leaves that require grad
+        self.not_leaves: list[int] = []  # inputs that PyTorch refuses to write where they are leaves that require grad
         self.aliased_in_pool: list[int] = []  # inputs in the pool that results may be views of
         self.stats = Stats()
         self.failure: str | None = None  # why its last capture failed
@@ -141,7 +141,7 @@ class RuntimeRegion:
                     assert call.recording is not None
                     problem = f"{self.name}: what an eager operator made is not laid out as when it was captured"
                     call.run_eagerly(SkipReason(problem), strict=not call.program.pair.retire(call.recording))
-        elif self.refuses_leaves and any(is_leaf_with_grad(args[i]) for i in self.written):
+        elif any(is_leaf_with_grad(args[i]) for i in self.not_leaves):
             # Which raises, where a detached leaf would be written.
             call.run_eagerly(skip_reasons.WRITTEN_LEAF, strict=False)
         elif call.mode is Mode.CAPTURE:

@@ -84,6 +84,7 @@ RULES: tuple[Rule, ...] = (
     *rows("torch_ops", "cross_entropy cross_entropy_vjp mul mul_vjp nll_loss nll_loss_vjp", CAPTURED, Evidence.KNOWN,
           settings=Settings.NONE),
     *rows("torch_ops", "laid_out", CAPTURED, Evidence.KNOWN, settings=Settings.NONE, aliases=FIRST),
+    *rows("torch_ops", "overwrite", CAPTURED, Evidence.KNOWN, settings=Settings.NONE, aliases=FIRST, writes=FIRST),
     *rows("torch_ops", "laid_out_vjp", CAPTURED, Evidence.KNOWN, settings=Settings.NONE, aliases=ALL),
     *rows("torch_ops", """
         index_add index_add_vjp lstm_cell_each lstm_cell_each_vjp scatter_masked scatter_masked_vjp
