@@ -2036,3 +2036,21 @@ def test_a_nested_tensor_without_strides():
     step = graphed_step(lambda x: torch.nested.nested_tensor([x]).to_padded_tensor(0.0)[0], backend="tape")
     assert [step(torch.ones(2)).tolist() for _ in range(4)] == [[1, 1]] * 4
     assert "make it with layout=torch.jagged" in str([*step.in_python]), step.in_python
+
+
+@pytest.mark.parametrize("kind", ["requires_grad", "grad", "vjp", "hessian", "functionalize"])
+def test_a_step_that_is_differentiated(kind):
+    def step(x):
+        return (x * x).sin().sum()
+
+    def differentiate(step, x):
+        if kind == "requires_grad":
+            x = x.requires_grad_()
+            return torch.autograd.grad(step(x), x)[0]
+        return torch.func.vjp(step, x)[1](torch.ones(()))[0] if kind == "vjp" else getattr(torch.func, kind)(step)(x)
+
+    graphed = graphed_step(step, backend="tape")
+    for _ in range(3):
+        graphed(torch.ones(3))
+    assert torch.equal(differentiate(graphed, torch.ones(3)), differentiate(step, torch.ones(3)))
+    assert graphed.replays == 1

@@ -56,7 +56,7 @@ from thunder_cg.compat.distributed import (
 )
 from thunder_cg.compat.guards import variables_of
 from thunder_cg.compat.lines import is_pythons
-from thunder_cg.compat.tensors import has_storage, tensors_in
+from thunder_cg.compat.tensors import has_memory, has_storage, tensors_in
 from thunder_cg.compat.torch_compile import code_before_dynamo, is_restored_by_dynamo
 from thunder_cg.errors import CaptureLater, CaptureRefused
 from thunder_cg.runtime.tensors import address_if_any, is_plain
@@ -372,7 +372,9 @@ class Calls:
 
     def _note_identity(self, frame: types.FrameType, name: str, tensors: Iterable[torch.Tensor]) -> None:
         """A replay has a copy in the place of each argument."""
-        if not self._arguments.isdisjoint(map(address_if_any, tensors)) and _is_called_by_user(frame):
+        if not _is_called_by_user(frame):
+            return
+        if not self._arguments.isdisjoint(map(address_if_any, filter(has_memory, tensors))):
             problem = f"what {name}() gives of an argument{{at}} is not the same in a replay, which has a copy of it"
             self._object(frame, problem, "call it outside of the step, and pass what it gives", weak=True)
 

@@ -248,7 +248,7 @@ class _Body:
 
     def run(self, backend: Backend, copier: Any) -> list[Any]:
         clear_stack()  # nothing but the step itself runs between this and its kernels
-        self._calls.watch(self._buffers)
+        self._calls.watch(self._buffers[: len(self._batch.tensors)])
         attributes = self._state.attributes
         lists = [_Grown.of(*each, self._state.device.type) for each in self._state.lists().values()]
         numbers = [*self._state.numbers().values()]
