@@ -255,3 +255,58 @@ def test_a_key_of_what_is_carried_that_looks_alike(step_twins):
         holder.value = {1: zero} if i == 0 else {True: zero} if i == 5 else holder.value
         totals.append(graphed(zero + 1).item())
     assert totals == [1, 2, 3, 4, 5, 2, 3, 4, 5, 6] and graphed.replays >= 4, graphed.in_python
+
+
+class Hidden:
+    """A key of which neither ``==`` nor ``repr`` tells what it has."""
+
+    def __init__(self, scale):
+        self.scale = scale
+
+    def __eq__(self, other):
+        return isinstance(other, Hidden)
+
+    def __hash__(self):
+        return 0
+
+    def __repr__(self):
+        return "Hidden()"
+
+
+@pytest.mark.parametrize("wrap", [lambda key: key, lambda key: (key, 1)], ids=["key", "tuple"])
+def test_a_key_of_an_argument_whose_class_hides_what_it_has(step_twins, wrap):
+    def scaled(batch):
+        ((key, x),) = batch.items()
+        return x * (key[0] if isinstance(key, tuple) else key).scale
+
+    step, x = step_twins.graphed(scaled), torch.ones(1, device=step_twins.device)
+    for i in range(10):
+        assert step({wrap(Hidden(1.0 + i // 5)): x}).item() == 1.0 + i // 5
+    assert step.replays >= 4, step.in_python
+
+
+@pytest.mark.parametrize("name", ["__name__", "__qualname__", "__module__", "__doc__"])
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_name_of_a_function_that_changes(step_twins, name, is_named):
+    def named():
+        """None"""
+
+    functions, x = [named], torch.ones(1, device=step_twins.device)
+    step = step_twins.graphed(lambda: x * len(getattr(named if is_named else functions[0], name)))
+    for i in range(8):
+        setattr(named, name, "a" * (1 + i // 4))
+        assert step().item() == 1 + i // 4
+    assert step.replays == 4 and "the name of " in str([*step.in_python]), step.in_python
+
+
+@pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")
+@pytest.mark.parametrize("make", [dict, OrderedDict, lambda x: [*x.values()], lambda x: deque(x.values(), 2)])
+def test_a_container_that_is_an_argument_and_outside_too(step_twins, make):
+    """A capture would make another one of the argument."""
+    outside = make({"scale": 2.0})
+    step = step_twins.graphed(lambda x, each: x * (1 if each is outside else 2) * len(outside))
+    x = torch.ones(1, device=step_twins.device)
+    for i in range(8):
+        is_it = i // 2 % 2
+        assert step(x, outside if is_it else make({"scale": 2.0})).item() == 2 - is_it
+    assert step.replays == 2 and "; pass a copy of it" in str([*step.in_python]), step.in_python

@@ -18,6 +18,7 @@ import math
 import mmap
 import multiprocessing
 import os
+import pickle
 import queue
 import random
 import re
@@ -25,6 +26,7 @@ import secrets
 import signal
 import sqlite3
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -55,7 +57,7 @@ from torch.nn.functional import cross_entropy, dropout
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
-from thunder_cg import explain
+from thunder_cg import explain, graphed_step
 from thunder_cg.compat.autograd import hooks_of
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.step import recording, storages
@@ -1922,3 +1924,133 @@ def test_what_each_thread_has_for_itself(step_twins):
 def test_a_sequence_whose_items_are_sequences_without_end():
     text = UserString("1")
     assert "levels below what the step reads" in objection_to(lambda y: y * float(str([text][0])))
+
+
+@pytest.mark.parametrize("of", ["tensor", "edge"])
+def test_a_hook_of_a_node_that_was_made_before_the_step(step_twins, of):
+    """Nobody can ask a node of autograd for its hooks."""
+
+    def run(graphed):
+        weight = torch.ones(2, device=step_twins.device, requires_grad=True)
+        doubled = weight * 2
+        tripled = doubled * 3
+        root = tripled if of == "tensor" else torch.autograd.graph.get_gradient_edge(tripled)
+
+        def step(x):
+            return torch.autograd.grad([root], [weight], x, retain_graph=True)[0]
+
+        step, found = graphed(step), []
+        for i in range(6):
+            if i == 4:
+                doubled.grad_fn.register_prehook(lambda gradients: (gradients[0] * 5,))
+            found.append(step(torch.ones(2, device=step_twins.device)))
+        return found, step
+
+    step = step_twins.both(run)
+    said = "is a node of autograd's graph" if of == "edge" else "the history that root has"
+    assert step.replays == 0 and said in str([*step.in_python]), step.in_python
+
+
+KNOWN: set[object] = set()
+TABLE: dict[torch.Tensor, int] = {}
+
+
+@pytest.mark.parametrize(
+    "is_known",
+    [
+        lambda x: id(x) in KNOWN,
+        lambda x: hash(x) in KNOWN,
+        lambda x: x.data_ptr() in KNOWN,
+        lambda x: x._is_view(),
+        lambda x: x in TABLE,
+        lambda x: any(x is each for each in TABLE),
+    ],
+    ids=["id", "hash", "data_ptr", "is_view", "key", "is"],
+)
+def test_which_tensor_an_argument_is(step_twins, is_known):
+    """A replay has a copy of it, at one place."""
+    known = torch.ones(9, device=step_twins.device)[6:]
+    KNOWN.update((id(known), hash(known), known.data_ptr()))
+    TABLE[known] = 1
+    step = step_twins.graphed(lambda x: x * (2 if is_known(x) else 1))
+    try:
+        for i in range(6):
+            assert step(known if i > 3 else torch.ones(3, device=step_twins.device))[0].item() == 1 + (i > 3)
+    finally:
+        KNOWN.clear()
+        TABLE.clear()
+
+
+def test_named_tensors(step_twins):
+    step, x = step_twins.graphed(lambda x: x * (2 if x.names[0] else 1)), torch.ones(3, device=step_twins.device)
+    for i in range(6):
+        assert step(x.rename("n") if i > 3 else x).rename(None)[0].item() == 1 + (i > 3)
+    assert step.replays == 2, step.in_python
+
+
+@pytest.mark.parametrize("read", [np.from_dlpack, lambda x: pickle.loads(pickle.dumps(x))])
+def test_values_that_a_library_reads(read):
+    """On a GPU, neither can be captured."""
+    step = graphed_step(lambda x: x * float(read(x)[0]), backend="tape")
+    for i in range(4):
+        assert step(torch.ones(1) + i).item() == (1 + i) ** 2
+    assert "reads a tensor on the host" in str([*step.in_python]), step.in_python
+
+
+@pytest.mark.parametrize(
+    "do",
+    [
+        lambda folder: (folder / "a").rename(folder / "b"),
+        lambda folder: os.system(f"mv {folder}/a {folder}/b"),
+        lambda folder: subprocess.run(["mv", folder / "a", folder / "b"]),
+        lambda folder: torch.save(1, folder / "b") or os.remove(folder / "a"),
+        lambda folder: torch.set_num_threads(torch.get_num_threads() + 1) or (folder / "a").rename(folder / "b"),
+    ],
+    ids=["rename", "system", "subprocess", "save", "threads"],
+)
+def test_what_nothing_undoes_happens_once(do, tmp_path):
+    """Not in a capture that fails, too."""
+    step, threads = graphed_step(lambda x: do(tmp_path), backend="tape"), torch.get_num_threads()
+    for _ in range(4):
+        (tmp_path / "a").touch()
+        step(torch.ones(1))
+        assert os.listdir(tmp_path) == ["b"]
+        (tmp_path / "b").unlink()
+    assert "do that outside of the step" in str([*step.in_python]), step.in_python
+    assert torch.get_num_threads() - threads in (0, 4)
+    torch.set_num_threads(threads)
+
+
+def test_an_attribute_of_a_result(step_twins):
+    def step(x):
+        x = x * 2
+        x.scale = 2
+        return x
+
+    step = step_twins.graphed(step)
+    assert [step(torch.ones(1, device=step_twins.device)).scale for _ in range(4)] == [2] * 4
+    assert "a result has the attribute scale" in str([*step.in_python]), step.in_python
+
+
+def test_a_nested_tensor_without_strides():
+    step = graphed_step(lambda x: torch.nested.nested_tensor([x]).to_padded_tensor(0.0)[0], backend="tape")
+    assert [step(torch.ones(2)).tolist() for _ in range(4)] == [[1, 1]] * 4
+    assert "make it with layout=torch.jagged" in str([*step.in_python]), step.in_python
+
+
+@pytest.mark.parametrize("kind", ["requires_grad", "grad", "vjp", "hessian", "functionalize"])
+def test_a_step_that_is_differentiated(kind):
+    def step(x):
+        return (x * x).sin().sum()
+
+    def differentiate(step, x):
+        if kind == "requires_grad":
+            x = x.requires_grad_()
+            return torch.autograd.grad(step(x), x)[0]
+        return torch.func.vjp(step, x)[1](torch.ones(()))[0] if kind == "vjp" else getattr(torch.func, kind)(step)(x)
+
+    graphed = graphed_step(step, backend="tape")
+    for _ in range(3):
+        graphed(torch.ones(3))
+    assert torch.equal(differentiate(graphed, torch.ones(3)), differentiate(step, torch.ones(3)))
+    assert graphed.replays == 1

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -119,6 +120,23 @@ def hooks_of_node(node: Any) -> list[Callable[..., Any]]:
         others.pop(handle.id, None)
         found += others.values()
     return found
+
+
+@contextmanager
+def before_backwards(tensors: Iterable[torch.Tensor], call: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Inside, a backward that is about to run the node that made one of the tensors calls a function with the tensor.
+
+    Args:
+        tensors: with a history.
+    """
+    handles = []
+    for each in tensors:
+        handles.append(register_own(each.grad_fn.register_prehook, lambda *_, each=each: call(each)))  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def global_hooks() -> list[tuple[str, Mapping[Any, Any]]]:

@@ -333,6 +333,8 @@ class _Tape(_Reuse):
             raise CaptureRefused(f"a tensor on {tensor.device} in a graph on {self._device}")
         if tensor.layout is not torch.strided:
             raise CaptureRefused(f"a tensor with the layout {tensor.layout}, which has no address, in a graph")
+        if tensor.is_nested and tensor.layout is torch.strided:
+            raise CaptureRefused("a nested tensor without strides in a graph; make it with layout=torch.jagged")
 
     def undo(self) -> None:
         """A capture executes nothing: restores the memory that recorded calls wrote and did not allocate."""

@@ -30,10 +30,10 @@ from typing import Any
 
 from torch import nn
 
-from thunder_cg.compat.guards import dictionary_of, names_of
+from thunder_cg.compat.guards import dictionary_of
 from thunder_cg.compat.torch_compile import before_dynamo_compiles
 from thunder_cg.step.bytecode import growing, instructions
-from thunder_cg.step.lookups import MISSING, own
+from thunder_cg.step.lookups import MISSING, own_attributes
 from thunder_cg.step.places import Place
 from thunder_cg.step.reads import GROWING
 
@@ -168,18 +168,6 @@ class Attributes:
             for name in now.keys() | then.keys():
                 if now.get(name, MISSING) is not then.get(name, MISSING) and (id(value), name) not in self.grown:
                     self.add(type(value), name)
-
-
-def own_attributes(value: Any) -> dict[str, Any]:
-    """What an object has in its dictionary and its slots, by the names that lookups have."""
-    slots = {name: own(value, name) for name in slots_of(type(value))}
-    return {name: found for name, found in slots.items() if found is not MISSING} | names_of(value)
-
-
-def slots_of(kind: type) -> list[str]:
-    """The names of a class's slots. Private ones have the name of the class in front."""
-    members = [pair for each in kind.__mro__ for pair in dictionary_of(each).items()]
-    return [name for name, each in members if isinstance(each, types.MemberDescriptorType) and name != "__dict__"]
 
 
 def hides_state(kind: type) -> type | None:

@@ -7,7 +7,6 @@ dictionaries, classes. Equal values may differ, as 1 and True do, so facts of th
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import is_
@@ -34,6 +33,8 @@ from thunder_cg.step.structure import Structure
 
 _PLACE = re.compile(r"\[[01]\]\[(?:(\d+)|'(\w+)')\]")  # the beginning of a path to a leaf of args and kwargs
 _TENSOR = object()
+_WITHOUT_IDENTITY = Tensor, tuple, *ATOMS
+COPY_CONTAINER = "pass a copy of it, as by copy.copy(batch)"
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,15 @@ class Batch:
     constants: tuple[Any, ...]  # the fact of each leaf, and those of what it has; `_TENSOR` for a tensor
     structure: Structure
     leaves: list[Any]
+    containers: dict[int, Any]  # lists, dictionaries and the like, by identity
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str) -> Batch:
         """Raises `CaptureRefused` for an argument that no graph can have."""
         if not kwargs and all(type(each) is Tensor for each in args):
-            leaves, tree = [*args], None  # which takes a third of the time
+            leaves, tree, containers = [*args], None, dict[int, Any]()  # which takes a third of the time
         else:
-            leaves, tree = _flattened((args, kwargs))
+            leaves, tree, containers = _flattened((args, kwargs))
         structure = Structure(tree, facts_of)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for tensor in tensors:
@@ -62,10 +64,10 @@ class Batch:
                 raise CaptureRefused(f"{problem}; move the batch to the device before the call")
             has_memory = has_storage(tensor) and not is_zero_tensor(tensor)
             has_gradient = tensor.requires_grad or tensor.grad is not None
-            if type(tensor) is not Tensor or has_gradient or tensor.is_nested or not has_memory:
+            if type(tensor) is not Tensor or has_gradient or tensor.is_nested or not has_memory or tensor.has_names():
                 kind = "tensor that has a gradient" if has_gradient else type(tensor).__name__
                 kind = "tensor that requires grad" if tensor.requires_grad else kind
-                kind = "nested tensor" if tensor.is_nested else kind
+                kind = "nested tensor" if tensor.is_nested else "named tensor" if tensor.has_names() else kind
                 fix = "pass it detached, or have the step read it from outside"
                 name = _name(tensor, leaves, structure)
                 raise CaptureRefused(f"{name} is a {kind}, not a plain tensor of a batch; {fix}")
@@ -78,7 +80,7 @@ class Batch:
                 name = _name(leaf, leaves, structure)
                 raise CaptureRefused(f"{name} is a {type(leaf).__name__}; {fix_of_argument(leaf)}")
         constants = tuple(_TENSOR if isinstance(leaf, Tensor) else _fact_of(leaf) for leaf in leaves)
-        return cls(tensors, same_tensors(tensors), constants, structure, leaves)
+        return cls(tensors, same_tensors(tensors), constants, structure, leaves, containers)
 
     @property
     def layout(self) -> Any:
@@ -114,22 +116,22 @@ def _fact_of(value: Any) -> tuple[Any, tuple[Any, ...]]:
     return fact_of(value), () if type(value) in ATOMS else facts_of(value)
 
 
-def _flattened(arguments: Any) -> tuple[list[Any], Any]:
-    """The leaves, and PyTorch's tree of the rest.
+def _flattened(arguments: Any) -> tuple[list[Any], Any, dict[int, Any]]:
+    """The leaves, PyTorch's tree of the rest, and what can be told from an equal one, such as a list, by identity.
 
-    `CaptureRefused` for a list or a dictionary that is there twice, since the step is captured with two of it.
+    `CaptureRefused` for one that is there twice, since the step is captured with two of it.
     """
-    seen: set[int] = set()
+    seen: dict[int, Any] = {}
 
     def is_leaf(node: Any) -> bool:
-        if isinstance(node, (dict, list, deque)):
+        if not isinstance(node, _WITHOUT_IDENTITY):
             if id(node) in seen:
                 problem = f"a {type(node).__name__} is twice among the arguments"
-                raise CaptureRefused(f"{problem}; pass a copy of it, as by copy.copy(batch)")
-            seen.add(id(node))
+                raise CaptureRefused(f"{problem}; {COPY_CONTAINER}")
+            seen[id(node)] = node
         return is_size(node)
 
-    return tree_flatten(arguments, is_leaf)
+    return *tree_flatten(arguments, is_leaf), seen
 
 
 def changed_argument(before: Any, after: Any) -> tuple[str, Any, Any] | None:

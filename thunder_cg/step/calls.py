@@ -28,6 +28,7 @@ import linecache
 import logging
 import os
 import random
+import subprocess
 import sys
 import threading
 import time
@@ -55,7 +56,7 @@ from thunder_cg.compat.distributed import (
 )
 from thunder_cg.compat.guards import variables_of
 from thunder_cg.compat.lines import is_pythons
-from thunder_cg.compat.tensors import has_storage, tensors_in
+from thunder_cg.compat.tensors import has_memory, has_storage, tensors_in
 from thunder_cg.compat.torch_compile import code_before_dynamo, is_restored_by_dynamo
 from thunder_cg.errors import CaptureLater, CaptureRefused
 from thunder_cg.runtime.tensors import address_if_any, is_plain
@@ -73,6 +74,10 @@ _GENERATED_MODULES = "torch._inductor."  # wherever their files are
 _SEEDS = {"manual_seed", "seed", "set_offset", "set_state"}  # methods of a generator
 _STATES = {"getstate", "setstate"}  # methods that change nothing if the old state is set back
 _READS_OF_TENSORS = {"numpy", "tolist"}
+_READS_OF_TENSORS_IN_PYTHON = {vars(torch.Tensor)[name].__code__: name for name in ("__dlpack__", "__reduce_ex__")}
+# Methods that tell which tensor or whose memory an argument is, and not what it holds.
+_TELL_APART = {"data_ptr", "storage_offset", "untyped_storage", "_is_view", "is_inference"}
+_TELL_APART_IN_PYTHON = {vars(torch.Tensor)[name].__code__: name for name in ("__hash__", "storage", "is_shared")}
 _READS_OF_SEEDS = {"get_offset", "get_state", "initial_seed"}
 _GETTERS = ("_get_", "_is_")  # those without a line in front are in `thread_states`, or deprecated
 _random: Any = random.random  # of the generator of the process
@@ -87,6 +92,11 @@ UNSTEADY |= {time.localtime, time.gmtime, time.ctime, time.strftime}
 _STARTS_OF_THREADS = {
     each for each in (getattr(_thread, n, None) for n in ("start_new_thread", "start_joinable_thread")) if each
 }
+# Nothing undoes what they do.
+_EFFECTS = "fork", "kill", "link", "mkdir", "posix_spawn", "remove", "rename", "replace", "rmdir", "symlink", "system"
+_WITH_EFFECTS = {each for each in (getattr(os, name, None) for name in (*_EFFECTS, "unlink")) if each}
+_WITH_EFFECTS |= {sys.setrecursionlimit, torch.set_flush_denormal, torch.set_num_threads, torch.set_num_interop_threads}
+_PYTHON_WITH_EFFECTS = {torch.save.__code__: "saves a file", subprocess.Popen.__init__.__code__: "starts a process"}
 # What they return is compared before each replay. `inspect.signature` asks for the limit of recursions.
 _COMPARED = {sys.getrecursionlimit, gc.isenabled, os.getcwd, _thread.get_ident, _thread.get_native_id}
 _COMPARED |= {torch.get_num_threads, torch.get_num_interop_threads}
@@ -206,8 +216,13 @@ class Calls:
         self.written: dict[int, str] = {}
         self._began = self._of_collectives = 0  # nodes before the last collective, and of all, in what is captured
 
-    def watch(self) -> None:
-        """Begins to watch the calling thread. `CaptureLater` if it is watched by somebody else."""
+    def watch(self, arguments: Iterable[torch.Tensor] = ()) -> None:
+        """Begins to watch the calling thread. `CaptureLater` if it is watched by somebody else.
+
+        Args:
+            arguments: what stands for the step's arguments.
+        """
+        self._arguments = {*map(address_if_any, arguments)} - {0}
         if sys.getprofile() is not None:
             problem = "a profiler of Python is active, and a capture needs to be told what the step calls"
             raise CaptureLater(f"{problem}; begin to profile after the step has been captured")
@@ -257,7 +272,12 @@ class Calls:
                 self.found[id(variables_of), id(owner)] = Called(variables_of, owner)  # type: ignore[arg-type]
         elif code is ThreadPoolExecutor.submit.__code__:
             if _is_called_by_user(frame.f_back):
-                self._object(frame, "the step gives work to another thread{at}, which is in no graph", _OUTSIDE)
+                problem = "the step gives work to another thread{at}, which is in no graph"
+                self._object(frame, problem, _OUTSIDE, stops=True)
+        elif code in _PYTHON_WITH_EFFECTS:
+            if _is_called_by_user(frame.f_back):
+                problem = f"the step {_PYTHON_WITH_EFFECTS[code]}{{at}}, and no replay would"
+                self._object(frame, problem, _OUTSIDE, stops=True)
         elif code is random.Random.seed.__code__:
             if frame.f_locals["a"] is None and _is_called_by_user(frame):
                 fix = "make generators of random numbers outside of the step"
@@ -269,6 +289,12 @@ class Calls:
         elif _is_uncompared_code(code, str(frame.f_globals.get("__name__"))):
             if _is_called_by_user(frame.f_back):
                 self._object(frame, f"what {code.co_name}() gives {_UNSEEN_THERE}", _CALL_BEFORE, weak=True)
+        elif code in _READS_OF_TENSORS_IN_PYTHON:
+            if self._is_of_graph(owner := frame.f_locals["self"]) and _is_called_by_user(frame.f_back):
+                self._object_to_read(frame, _READS_OF_TENSORS_IN_PYTHON[code])
+        elif code in _TELL_APART_IN_PYTHON:
+            if frame.f_back is not None:
+                self._note_identity(frame.f_back, _TELL_APART_IN_PYTHON[code], [frame.f_locals["self"]])
         elif id(code) not in self._foreign:
             self._note_function(frame, code_before_dynamo(code))
 
@@ -278,15 +304,20 @@ class Calls:
             self._note_question(frame)
         elif name in _READS_OF_TENSORS:
             if self._is_of_graph(owner):
-                problem = f"{name}() reads a tensor on the host{{at}}"
-                self._object(frame, problem, "return the tensor, and read it outside of the step", code=True)
+                self._object_to_read(frame, name)
+        elif called is id:
+            if _is_users(frame.f_code, frame.f_globals):
+                self._note_identity(frame, name, tensors_in([*frame.f_locals.values()]))
+        elif name in _TELL_APART and isinstance(owner, torch.Tensor):
+            self._note_identity(frame, name, [owner])
         elif called in UNSTEADY:
             if _is_called_by_user(frame):
                 problem = f"{name}() returns another value in each call{{at}}, and in no replay"
                 self._object(frame, problem, "call it outside of the step, and pass a tensor")
         elif called in _STARTS_OF_THREADS:
             if _is_called_by_user(frame):
-                self._object(frame, "the step starts a thread{at}, whose work is in no graph", _OUTSIDE)
+                problem = "the step starts a thread{at}, whose work is in no graph"
+                self._object(frame, problem, _OUTSIDE, stops=True)
         elif type(owner) is type(_random.__self__):
             if owner is _random.__self__ and name not in _STATES:
                 problem = "the step draws Python's random numbers, or seeds them{at}, and no replay would"
@@ -302,6 +333,9 @@ class Calls:
         elif called in _COMPARED:
             if _is_called_by_user(frame):
                 self.getters[called] = None
+        elif called in _WITH_EFFECTS:
+            if _is_called_by_user(frame):
+                self._object(frame, f"the step calls {name}(){{at}}, and no replay would", _OUTSIDE, stops=True)
         elif _is_uncompared(called):
             if _is_called_by_user(frame):
                 self._object(frame, f"what {name}() gives {_UNSEEN_THERE}", _CALL_BEFORE, weak=True)
@@ -313,14 +347,36 @@ class Calls:
             self._quiet.add(_key(called))
 
     def _object(
-        self, frame: types.FrameType, problem: str, fix: str, *, weak: bool = False, code: bool = False
+        self,
+        frame: types.FrameType,
+        problem: str,
+        fix: str,
+        *,
+        weak: bool = False,
+        code: bool = False,
+        stops: bool = False,
     ) -> None:
         """Notes why no replay would be right; ``weak`` if any other reason is better.
 
-        The user's line, with its ``code`` or without, comes in the place of ``{at}``.
+        The user's line, with its ``code`` or without, comes in the place of ``{at}``. What nothing could undo
+        ``stops`` the capture before it happens.
         """
         if self.objection is None or not weak:
             self.objection = f"{problem.format(at=_line(frame, code))}; {fix}"
+        if stops:
+            raise CaptureRefused(str(self.objection))
+
+    def _object_to_read(self, frame: types.FrameType, method: str) -> None:
+        fix = "return the tensor, and read it outside of the step"
+        self._object(frame, f"{method}() reads a tensor on the host{{at}}", fix, code=True)
+
+    def _note_identity(self, frame: types.FrameType, name: str, tensors: Iterable[torch.Tensor]) -> None:
+        """A replay has a copy in the place of each argument."""
+        if not _is_called_by_user(frame):
+            return
+        if not self._arguments.isdisjoint(map(address_if_any, filter(has_memory, tensors))):
+            problem = f"what {name}() gives of an argument{{at}} is not the same in a replay, which has a copy of it"
+            self._object(frame, problem, "call it outside of the step, and pass what it gives", weak=True)
 
     def _object_to(self, frame: types.FrameType, method: str | None = None) -> None:
         if self.objection is None and (found := uncapturable(frame, method)) is not None:

@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.nn.utils.prune import BasePruningMethod
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
@@ -43,9 +44,9 @@ from thunder_cg.compat.distributed import layout_of_dtensor, local_tensor, makes
 from thunder_cg.compat.guards import dictionary_of, module_dictionaries, names_of
 from thunder_cg.compat.tensors import has_storage, version
 from thunder_cg.compat.torch import OPERATORS
-from thunder_cg.step.attributes import Names, hides_state, own_attributes, slots_of
+from thunder_cg.step.attributes import Names, hides_state
 from thunder_cg.step.facts import ATOMS, Content, Facts, Same, fact_of
-from thunder_cg.step.lookups import MISSING, own
+from thunder_cg.step.lookups import MISSING, own, own_attributes, slots_of
 from thunder_cg.step.packages import CONSTANT_PACKAGES, is_installed, is_users, may_change
 from thunder_cg.step.places import Carried, CarriedPlace, Place, plain_copy
 from thunder_cg.step.reads import compiled_modules, is_data
@@ -107,6 +108,12 @@ class Collector:
         self._forwards: set[type] = set()
         self._objects: set[int] = set()  # that have been looked at, since they may refer to each other
 
+    def begin(self) -> Watch:
+        """Watches what facts were collected from."""
+        names = [each for each in map(names_of, self.holders) if each]
+        self.watch.holders = {*map(id, self.holders), *map(id, names)}
+        return self.watch.begin(self.facts)
+
     def add(self, label: str, value: Any, depth: int = 0, places: tuple[Place, ...] = ()) -> None:
         """Adds a value.
 
@@ -159,6 +166,7 @@ class Collector:
         self.facts[label] = Same(value)
         if isinstance(value, types.FunctionType):
             if not is_installed(value.__code__.co_filename):
+                self.facts[f"the name of {label}"] = Content(self.watch.function(value))
                 self._add_own_attributes(label, value, depth)
             elif isinstance(registry := vars(value).get("registry"), types.MappingProxyType):  # of singledispatch
                 self.add(f"{label}.registry", registry, depth + 1)
@@ -362,7 +370,9 @@ class Collector:
             for i, (key, item) in enumerate(items.items()):
                 name = f"{label}[{key!r}]" if isinstance(key, ATOMS) else f"{label}[{i}]"
                 self.add(name, item, depth + 1, (*places, Place(value, key)))
-                if not isinstance(key, Tensor) and (not isinstance(key, ATOMS) or _is_users_atom(key)):
+                if isinstance(key, Tensor) and key.device.type == self._device_type:
+                    self.tensors.setdefault(id(key), key)
+                elif not isinstance(key, (Tensor, *ATOMS)) or _is_users_atom(key):
                     self.add(f"key {i} of {label}", key, depth + 1)
         else:
             for i, item in enumerate(value):
@@ -481,6 +491,10 @@ _KINDS: Sequence[tuple[Callable[[Any], bool], Any]] = (
     (
         lambda value: _looks_up_gradients(value),
         f"is an attrgetter of what {_NOT_COMPARED}; name the attribute in the step",
+    ),
+    (
+        lambda value: isinstance(value, Node) and type(value).__name__ != "AccumulateGrad",
+        f"is a node of autograd's graph, whose content {_NOT_COMPARED}; make the graph in the step",
     ),
     (lambda value: _is_opaque(value), f"is a {{}}, whose content {_NOT_COMPARED}; {_PASS}"),
     (lambda value: is_object(value), Collector._add_object),

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from thunder_cg.analysis.sources import users_level
 from thunder_cg.compat.distributed import ProcessGroup, default_group, is_alive
-from thunder_cg.compat.settings import any_autocast_enabled
-from thunder_cg.compat.tensors import is_size, tree_flatten, tree_unflatten
+from thunder_cg.compat.settings import any_autocast_enabled, functorch_is_active
+from thunder_cg.compat.tensors import is_size, tensors_in, tree_flatten, tree_unflatten
 from thunder_cg.compat.torch import in_profile
 from thunder_cg.errors import (
     CaptureLater,
@@ -71,6 +71,7 @@ _BEFORE, _AFTER = "before the capture of the step", "after the capture of the st
 _SHAPE = "the shape of "
 _IN_USE = "graphs were replayed since the last call of this kind; raise max_recordings"
 _BETWEEN = ", between calls"
+_IN_TRANSFORM = "a transform of torch.func, such as grad or vmap, is around the step, and a graph has no such tensors"
 _ADDS_TO_FIRST = "an earlier call has made gradients in Python, which a graph has to make if the step adds to them"
 _MAX_ELSEWHERE = 2  # graphs that were never replayed since gradients are elsewhere in each call
 _ELSEWHERE = (
@@ -166,6 +167,8 @@ class GraphedStep:
             self.calls += 1
             if (skipped := skip_reason(self._backend, saves=True)) is not None:
                 return self._run_in_python(args, kwargs, skipped.problem)
+            if functorch_is_active():
+                return self._run_in_python(args, kwargs, _IN_TRANSFORM)
             try:
                 batch = Batch.of(args, kwargs, self._backend.device_type)
             except CaptureRefused as error:
@@ -202,10 +205,11 @@ class GraphedStep:
         votes = Round(groups or [])
         votes.decline(reason)
         with call_of_step(self._backend.device_type, votes) as call:
-            result = _detached(self._fn(*args, **kwargs))
+            result = self._fn(*args, **kwargs)
         self._communicates[layout] = self._communicates[None] = call
         _forget_oldest(self._communicates)
-        return result
+        is_differentiated = functorch_is_active() or any(each.requires_grad for each in tensors_in((args, kwargs)))
+        return result if is_differentiated else _detached(result)
 
     def _groups(self, layout: Any) -> list[ProcessGroup] | None:
         """Those that a call with the layout communicates in; None if that is not known, or one of them is gone."""
@@ -657,7 +661,8 @@ def graphed_step(
             byte goes first. If a step does not fit, it runs in Python, and :func:`thunder_cg.explain` has both values.
 
     Returns:
-        The step. Its results are new tensors without a history, in new lists and dictionaries.
+        The step. Its results are new tensors without a history, in new lists and dictionaries. A call with an argument
+        that requires grad, or in a transform of `torch.func`, runs in Python and keeps the history.
 
     Raises:
         OptionError: a value that an option cannot have.

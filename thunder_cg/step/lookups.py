@@ -30,6 +30,18 @@ def own(value: Any, name: str) -> Any:
         return MISSING
 
 
+def own_attributes(value: Any) -> dict[str, Any]:
+    """What an object has in its dictionary and its slots, by the names that lookups have."""
+    slots = {name: own(value, name) for name in slots_of(type(value))}
+    return {name: found for name, found in slots.items() if found is not MISSING} | names_of(value)
+
+
+def slots_of(kind: type) -> list[str]:
+    """The names of a class's slots. Private ones have the name of the class in front."""
+    members = [pair for each in kind.__mro__ for pair in dictionary_of(each).items()]
+    return [name for name, each in members if isinstance(each, types.MemberDescriptorType) and name != "__dict__"]
+
+
 def value_of(value: Any, attributes: tuple[Any, ...]) -> Any:
     """What attributes lead to, one after the other; `MISSING` if one is not there. What a tensor has is its own."""
     try:

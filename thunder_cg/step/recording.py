@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.random import fork_rng
 
-from thunder_cg.compat.autograd import is_leaf
+from thunder_cg.compat.autograd import before_backwards, is_leaf
 from thunder_cg.compat.cuda import hidden_capture, is_of_capture
 from thunder_cg.compat.distributed import ProcessGroup, local_tensor
 from thunder_cg.compat.settings import Settings, kernel_settings
@@ -36,9 +36,9 @@ from thunder_cg.runtime.backend import Backend, Graph, Pool
 from thunder_cg.runtime.inputs import CopiedInput
 from thunder_cg.runtime.outputs import AliasedInput, Outputs
 from thunder_cg.runtime.ranks.agreement import Collectives
-from thunder_cg.runtime.tensors import address_if_any, is_plain
+from thunder_cg.runtime.tensors import address_if_any, has_history, is_plain
 from thunder_cg.step.averages import known_to_be_positive
-from thunder_cg.step.batch import Batch
+from thunder_cg.step.batch import COPY_CONTAINER, Batch
 from thunder_cg.step.calls import Calls, StepCollective
 from thunder_cg.step.facts import ATOMS
 from thunder_cg.step.fixes import change_between, fix_of_change, fix_of_moved
@@ -58,6 +58,7 @@ from thunder_cg.step.storages import KEPT_SHARES, OriginalStorages, ReplacedStor
 _ATTEMPTS = 4  # of a capture, at most: see Note [Numbers that look like addresses] in other_memory.py
 _OWN_REFERENCES = 3  # to an event: of `Calls`, the loop's, the argument's
 _OTHERS = "something else than tensors without a history"
+_IS_OUTSIDE = "an argument is a {} that the step reads from outside as well; " + COPY_CONTAINER
 _SHARES = "an argument shares memory with a tensor that the step reads from outside"
 _IN_TWO_PLACES = (
     "the step keeps a {0} in two places, or one that was there before, and a replay would make two of it; "
@@ -141,7 +142,8 @@ class StepRecording(RecordingUse):
             carried: what `carried_in` has returned.
             left: gradients in memory that it uses, and that replays of other recordings have left.
         """
-        problem = _shared(batch.tensors, self.replaced.others(carried), self.memory) or self.replaced.why_not(carried)
+        problem = _shared(batch, self.state, self.replaced.others(carried), self.memory)
+        problem = problem or self.replaced.why_not(carried)
         if problem is not None:
             return problem
         if self.overwritten.are_held() or any(each.is_held() for each in left):
@@ -246,7 +248,7 @@ class _Body:
 
     def run(self, backend: Backend, copier: Any) -> list[Any]:
         clear_stack()  # nothing but the step itself runs between this and its kernels
-        self._calls.watch()
+        self._calls.watch(self._buffers[: len(self._batch.tensors)])
         attributes = self._state.attributes
         lists = [_Grown.of(*each, self._state.device.type) for each in self._state.lists().values()]
         numbers = [*self._state.numbers().values()]
@@ -257,6 +259,7 @@ class _Body:
                 known_to_be_positive(self._state.averages),
                 self._calls.told_of_collectives(backend.captured_nodes),
                 self._carry() as left,
+                before_backwards(filter(has_history, self._state.tensors), self._refuse_older_graph),
                 watched,
             ):
                 result, arguments = self._batch.call(self._fn, self._buffers)
@@ -275,6 +278,9 @@ class _Body:
                     raise CaptureRefused(
                         f"a result is a {leaf.layout} tensor on {leaf.device}; the graph is on {device}"
                     )
+                if (given := vars(leaf)) and not leaf.requires_grad:  # those of one with a history are dropped
+                    problem = f"a result has the attribute {next(iter(given))}"
+                    raise CaptureRefused(f"{problem}, which no replay would give it; return its value")
             elif not isinstance(leaf, ATOMS):
                 raise CaptureRefused(f"a result is a {type(leaf).__name__}; return tensors")
         self.structure = structure
@@ -290,6 +296,11 @@ class _Body:
         self.results = _storages(leaves[: structure.num_leaves])
         results = {id(leaf): self._to_leave(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
         return [results.get(id(leaf), leaf) for leaf in leaves]
+
+    def _refuse_older_graph(self, tensor: Tensor) -> None:
+        name = self._state.name_of(tensor)
+        problem = f"the backward goes on into the history that {name} has from before the step, where hooks may be"
+        raise CaptureRefused(f"{problem} that are not compared; detach it, or make it in the step")
 
     def _to_leave(self, tensor: Tensor) -> Tensor:
         """What a replay gives for a tensor: one object for each, since Python may ask whether two are one."""
@@ -574,11 +585,10 @@ class StepCapture:
 
     def _inputs(self, before: GradientsBefore, storages: OriginalStorages) -> list[Tensor]:
         """The tensors of the batch and those that are carried; `CaptureLater` if they share memory with others."""
-        batch, carried = self.batch.tensors, self.state.carried_tensors()
-        memory = _storages([*self.state.memory, *before.memory])
-        if (problem := _shared(batch, storages.others(carried), memory)) is not None:
+        carried, memory = self.state.carried_tensors(), _storages([*self.state.memory, *before.memory])
+        if (problem := _shared(self.batch, self.state, storages.others(carried), memory)) is not None:
             raise CaptureLater(problem)
-        return [*batch, *carried]
+        return [*self.batch.tensors, *carried]
 
     def _touched(self, versions: Sequence[int], buffers: Sequence[Tensor]) -> list[Tensor]:
         """The tensors of the state that the step writes to; `CaptureRefused` if it writes to an argument.
@@ -699,11 +709,13 @@ def _refuse_results(results: frozenset[int], gradients: Sequence[Tensor | None],
         raise CaptureRefused(_IS_GRADIENT)
 
 
-def _shared(arguments: Iterable[Tensor], carried: Sequence[Tensor], memory: frozenset[int]) -> str | None:
-    """What shares memory with something else that the step uses, in words."""
+def _shared(batch: Batch, state: StepState, carried: Sequence[Tensor], memory: frozenset[int]) -> str | None:
+    """What is, or shares memory with, something else that the step uses, in words."""
     if (kept := _storages(carried)) & memory:
         return KEPT_SHARES
-    return _SHARES if _storages(arguments) & (memory | kept) else None
+    if (same := next(filter(state.has_holder, batch.containers.values()), None)) is not None:
+        return _IS_OUTSIDE.format(type(same).__name__)
+    return _SHARES if _storages(batch.tensors) & (memory | kept) else None
 
 
 def _storages(tensors: Iterable[Any]) -> frozenset[int]:

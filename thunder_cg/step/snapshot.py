@@ -26,8 +26,7 @@ from torch import Tensor
 
 from thunder_cg.compat.guards import dictionary_of, names_of
 from thunder_cg.compat.settings import default_device_is_set
-from thunder_cg.step.attributes import slots_of
-from thunder_cg.step.lookups import MISSING, Path
+from thunder_cg.step.lookups import MISSING, Path, slots_of
 from thunder_cg.step.packages import may_change
 from thunder_cg.step.places import Place, places_of, plain_copy
 

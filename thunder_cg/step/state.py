@@ -29,11 +29,11 @@ from thunder_cg.compat.settings import inside_autocast
 from thunder_cg.compat.tensors import has_storage, is_wrapper, storage_id, tensors_in
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.tensors import has_history, layout, same_tensors
-from thunder_cg.step.attributes import Attributes, Names, only_sets, own_attributes
+from thunder_cg.step.attributes import Attributes, Names, only_sets
 from thunder_cg.step.collector import CONTAINERS, Collector, is_simple
 from thunder_cg.step.facts import Content, Facts, Same, is_equal, subject
 from thunder_cg.step.gradients import place_of
-from thunder_cg.step.lookups import MISSING, content_of_cell, links_of, own
+from thunder_cg.step.lookups import MISSING, content_of_cell, links_of, own, own_attributes
 from thunder_cg.step.other_memory import can_move
 from thunder_cg.step.outside import shared_generator
 from thunder_cg.step.places import Carried, Place, place_of_read
@@ -88,8 +88,9 @@ class StepState:
         others = self._collect_others()
         roots_found = {**others.roots, **simple.roots, **{id(root): (name, root) for name, root in roots.items()}}
         self._roots = [*roots_found.values()]
+        self._of_simple = simple.begin()
         heavy = self._collect_roots()
-        self._behind_names, self._of_roots = others.watch.begin(others.facts), heavy.watch.begin(heavy.facts)
+        self._behind_names, self._of_roots = others.begin(), heavy.begin()
         self._hooks_registered = registered_hooks()
         self.objects = [*others.objects, *heavy.objects]
         self._growing += self._reads_of_objects()
@@ -268,7 +269,7 @@ class StepState:
         for read, value in reads:
             if (now := read.get()) is not value and not is_equal(now, value):
                 return False
-        if not self._are_facts_same():
+        if not (self._of_simple.is_untouched() and self._are_facts_same()):
             return False
         if any([place.key for place in place_of_read(read)] != [key] for read, key in self._lead_to):
             return False
@@ -290,12 +291,12 @@ class StepState:
             if others.facts != self._behind_names.facts:
                 return False
             self._others = [(read, read.get()) for read, _ in self._others]
-            self._behind_names = others.watch.begin(others.facts)
+            self._behind_names = others.begin()
         if is_new_hook or not self._of_roots.is_untouched():
             heavy = self._collect_roots()
             if heavy.facts != self._of_roots.facts:
                 return False
-            self._of_roots = heavy.watch.begin(heavy.facts)
+            self._of_roots = heavy.begin()
         self._hooks_registered = registered_hooks()
         return True
 
@@ -422,7 +423,8 @@ class StepState:
 
     def has_holder(self, value: Any) -> bool:
         """Whether a value is one of the containers and objects that hold the state."""
-        return any(each is value for each in self._holders)
+        watches = self._of_simple, self._behind_names, self._of_roots
+        return any(id(value) in each.holders for each in watches) or id(value) in self.lists()
 
     def release(self) -> None:
         """Nothing has to be restored any more."""

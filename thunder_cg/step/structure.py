@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from thunder_cg.step.facts import ATOMS, fact_of
+from thunder_cg.step.facts import ATOMS, Same, fact_of
+from thunder_cg.step.lookups import own_attributes
 from thunder_cg.step.packages import may_change
 
+_MAX_DEPTH = 8  # of what a key has
 _PLAIN = {tuple, list, dict}
 
 
@@ -44,11 +46,14 @@ def _facts_of_tree(tree: Any, facts_of: Callable[[Any], Any]) -> Iterator[Any]:
         yield from _facts_of_tree(each, facts_of)
 
 
-def _facts_of_key(key: Any, facts_of: Callable[[Any], Any]) -> Any:
+def _facts_of_key(key: Any, facts_of: Callable[[Any], Any], depth: int = 0) -> Any:
     if type(key) is str or key is None:
         return key
-    if isinstance(key, (tuple, list, frozenset)):
-        return type(key), *(_facts_of_key(each, facts_of) for each in key)
     if isinstance(key, (*ATOMS, type)):
         return fact_of(key), None if type(key) in ATOMS else facts_of(key)
-    return type(key), key, repr(key)
+    if depth == _MAX_DEPTH:
+        return Same(key)
+    items: tuple[Any, ...] = (*key,) if isinstance(key, (tuple, list, frozenset)) else ()
+    own = own_attributes(key) if may_change(type(key)) else {}  # its class may say that others are equal
+    facts = (_facts_of_key(each, facts_of, depth + 1) for each in (*items, *own, *own.values()))
+    return type(key), len(items), *facts, *(() if items else (key, repr(key)))

@@ -13,15 +13,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import starmap
-from operator import is_
+from operator import attrgetter, is_
+from types import FunctionType
 from typing import Any, NamedTuple
 
 from thunder_cg.compat.guards import attribute_guard, attribute_writes_are_reported, dictionary_guard
-from thunder_cg.step.attributes import own_attributes
 from thunder_cg.step.facts import Facts, fact_of, is_equal
-from thunder_cg.step.lookups import MISSING
+from thunder_cg.step.lookups import MISSING, own_attributes
 from thunder_cg.step.places import plain_copy
 
+_NAMES = attrgetter("__name__", "__qualname__", "__module__", "__doc__")  # of a function, which keeps them in C
 _UNREPORTED = object()  # stands for a dictionary to which somebody may write unseen
 
 
@@ -46,6 +47,7 @@ class Watch:
     """Is told what facts are collected from, and says afterwards whether anything of it was written to."""
 
     facts: Facts
+    holders: set[int]  # the identities of containers and objects
 
     def __init__(self) -> None:
         self._names: dict[int, Any] = {}  # objects and dictionaries, by identity
@@ -53,6 +55,7 @@ class Watch:
         self._values: list[tuple[Callable[[], Any], Any]] = []  # see Note [Values that nobody reports]
         self._looked_up: list[_LookedUp] = []
         self._fields: list[tuple[Callable[[Any], tuple[Any, ...]], Any, tuple[Any, ...]]] = []
+        self._functions: dict[int, FunctionType] = {}  # by identity
 
     def names(self, *owners: Any) -> None:
         """Objects and dictionaries: which names they have, and for what."""
@@ -84,9 +87,15 @@ class Watch:
         self._fields.append((get, value, found := get(value)))
         return found
 
+    def function(self, function: FunctionType) -> tuple[Any, ...]:
+        """The names of a function, which are returned."""
+        self._functions[id(function)] = function
+        return _NAMES(function)
+
     def begin(self, facts: Facts) -> Watch:
         """From now on. Returns itself, with the facts."""
         self.facts = facts
+        self._are_called = [*map(_NAMES, self._functions.values())]
         self._are_names_as_before = dictionary_guard([*self._names.values()])
         self._have_same = attribute_guard([(each.value, each.attributes) for each in self._looked_up], MISSING)
         return self
@@ -98,6 +107,7 @@ class Watch:
             and all(map(_is_unchanged, self._lists))
             and all(all(map(is_, get(value), then)) for get, value, then in self._fields)
             and all(get() == then for get, then in self._values)
+            and [*map(_NAMES, self._functions.values())] == self._are_called
         )
 
 
