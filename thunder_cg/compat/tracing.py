@@ -2,11 +2,12 @@
 
 Thunder (0.2.6) interprets the model's Python. A third of the time that it takes to compile a language model, it
 disassembles functions, each time anew that one is called. Most of the rest goes to Python that it interprets for what
-is one method of a builtin type, such as to look up ``len``, or to ask eight times in each call of a module whether a
-dict of hooks is empty. All find the same every time, and no guard comes of any. With ``sharp_edges="warn"``, fewer
-warnings come: none about values of Python that is no longer interpreted. For each exception, such as the one at the end
-of a loop, it waits busily for a thread of its own, which keeps that thread from running. Its passes over traces look
-for dataclasses in the arguments of each operator, and inspect the signatures of its operators anew for each call. What
+is one method of a builtin type, such as to look up ``len``, to bind a method to its object, to find the next item of a
+loop, or to ask eight times in each call of a module whether a dict of hooks is empty. All find the same every time, and
+no guard comes of any. With ``sharp_edges="warn"``, fewer warnings come: none about values of Python that is no longer
+interpreted. For each exception, such as the one at the end of a loop, it waits busily for a thread of its own, which
+keeps that thread from running. Its passes over traces look for dataclasses in the arguments of each operator, inspect
+the signatures of its operators anew for each call, and make a set of types anew for each list that they flatten. What
 they do for a fusion grows with the square of its length: they gather its tags anew for each operator in it, and search
 it for each value.
 """
@@ -24,14 +25,26 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import FunctionType, NoneType, SimpleNamespace
+from types import FunctionType, MethodType, NoneType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 import optree
-from thunder.core import interpreter, prims, pytree, symbol, transform_common
-from thunder.executors import utils
+import torch
+from thunder.core import (
+    codeutils,
+    interpreter,
+    prims,
+    proxies,
+    pytree,
+    symbol,
+    trace_interpreter,
+    transform_common,
+    utils,
+)
+from thunder.executors.utils import Region
+from torch import nn
 
 _THUNDERS = interpreter._default_opcode_handler_map
 _wrap_arguments = interpreter.wrap_args_from_list
@@ -40,6 +53,7 @@ _truth = interpreter._default_lookaside_map[bool]
 _interpret_instruction = interpreter.InterpreterCompileCtx.interpret
 _call_unwrapped = interpreter._interpret_call_with_unwrapping
 _append = interpreter.InterpreterStack.append
+_call_something = interpreter._call_dispatch
 _lock = threading.Lock()
 _inside = 0  # how many are inside of `faster_tracing`, of all threads
 _patches = ExitStack()
@@ -71,16 +85,20 @@ def _patch() -> None:
             "wrap_args_from_list": _arguments,
             "_interpret_call_with_unwrapping": _call,
             "_default_opcode_handler_map": {**_THUNDERS, **_HANDLERS},
-            "_default_lookaside_map": {**interpreter._default_lookaside_map, bool: _bool},
+            "_call_dispatch": _dispatch,
+            "_default_lookaside_map": {**interpreter._default_lookaside_map, **_LOOKASIDES},
         },
         interpreter.InterpreterFrame: {"get_or_make_python_frame": _get_frame},
         interpreter.InterpreterCompileCtx: {"interpret": _interpret},
         interpreter.InterpreterStack: {"append": _push},
         interpreter.ProvenanceRecord: {"__post_init__": _join_flags},
         symbol.Symbol: {"normalize": _normalize},
-        symbol: {"tree_flatten_with_dataclass": _flatten},
+        symbol: {"tree_flatten_with_dataclass": _flatten, "tree_flatten": _flatten_known},
+        codeutils: {"tree_flatten": _flatten_known},
+        utils: {"tree_flatten": _flatten_known},
+        trace_interpreter: {"safe_map_flat": _map_flat},
         transform_common: {"_remove_noop_subsymbols": _drop_empty},
-        utils.Region: {"__init__": _make_region},
+        Region: {"__init__": _make_region},
     }
     for of, names in changed.items():
         _patches.enter_context(patch.multiple(of, **names))
@@ -102,6 +120,57 @@ def _bool(x: Any) -> Any:
     if isinstance(x, interpreter.WrappedValue) and type(value) in (NoneType, OrderedDict) and not value:
         return interpreter.wrap_const(False)
     return _truth(x)
+
+
+def _dispatch(context: Any, runtime: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """A call, that of a bound method with its object as the first argument."""
+    method = interpreter.unwrap(function)
+    if type(method) is not MethodType or hasattr(method, "__thunder_interpreter_orig_fn"):
+        return _call_something(context, runtime, function, *args, **kwargs)
+    function = function if isinstance(function, interpreter.WrappedValue) else interpreter.wrap_const(function)
+    return interpreter._interpret_call(
+        _attribute(function, "__func__"), _attribute(function, "__self__"), *args, **kwargs
+    )
+
+
+def _attribute(value: Any, name: str) -> Any:
+    return interpreter._interpret_call(getattr, value, interpreter.wrap_const(name))
+
+
+def _call_module(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """The call of a module. Where there are no hooks, it is that of its forward."""
+    own = interpreter.unwrap(module)
+    is_torchs = type(own)._call_impl is _call_impl and "_call_impl" not in vars(own)
+    hooks = (*(getattr(own, name) for name in _HOOKS), *map(vars(nn.modules.module).get, _GLOBAL_HOOKS))
+    if any(hooks) or not is_torchs or own._compiled_call_impl is not None or torch._C._get_tracing_state():
+        return interpreter._interpret_call(_torchs_call, module, *args, **kwargs)
+    forward = _attribute(module, "forward")
+    if forward is interpreter.INTERPRETER_SIGNALS.EXCEPTION_RAISED:
+        return forward
+    return interpreter._interpret_call(forward, *args, **kwargs)
+
+
+_HOOKS = "_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks"
+_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
+_call_impl = nn.Module._call_impl
+_torchs_call = FunctionType(nn.Module._wrapped_call_impl.__code__, nn.Module._wrapped_call_impl.__globals__)
+
+
+def _iterate(value: Any, *sentinel: Any) -> Any:
+    if sentinel or not hasattr(interpreter.unwrap(value), "__iter__"):
+        return _iter(value, *sentinel)
+    interpreter._interpret_call(hasattr, value, interpreter.wrap_const("__iter__"))  # for its guard
+    return interpreter._interpret_call(_attribute(value, "__iter__"))
+
+
+def _advance(iterator: Any, *default: Any) -> Any:
+    if default or not hasattr(interpreter.unwrap(iterator), "__next__"):
+        return _next(iterator, *default)
+    return interpreter._interpret_call(_attribute(iterator, "__next__"))
+
+
+_iter, _next = interpreter._default_lookaside_map[iter], interpreter._default_lookaside_map[next]
+_LOOKASIDES = {bool: _bool, iter: _iterate, next: _advance, nn.Module._wrapped_call_impl: _call_module}
 
 
 def _arguments(values: Any) -> list[Any]:
@@ -226,15 +295,30 @@ def _normalize(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     return bound.args, bound.kwargs
 
 
+_flatten_checked = pytree.tree_flatten
+
+
+def _flatten_known(tree: Any, namespace: str = pytree.OPTREE_NAMESPACE) -> Any:
+    """Thunder checks the type of the whole by a set of types that it makes anew."""
+    if type(tree) in (tuple, list, dict, proxies.TensorProxy):
+        return optree.tree_flatten(tree, none_is_leaf=True, namespace=namespace)
+    return _flatten_checked(tree, namespace)
+
+
+def _map_flat(function: Callable[..., Any], *trees: Any) -> Any:
+    """``map`` over the leaves. Most are tensors in lists."""
+    if all(type(tree) is list and {*map(type, tree)} <= {proxies.TensorProxy} for tree in trees):
+        return tuple(utils.safe_map(function, *trees))
+    return _map_trees(function, *trees)
+
+
+_map_trees = utils.safe_map_flat
 _no_dataclasses: set[type] = set()
 
 
 def _flatten(tree: Any) -> Any:
     """Only where there may be a dataclass, Thunder looks for one to register."""
-    if type(tree) in (tuple, list, dict):  # Thunder checks the type of the whole by a set of types that it makes anew
-        leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=pytree.OPTREE_NAMESPACE)
-    else:
-        leaves, spec = pytree.tree_flatten(tree, namespace=pytree.OPTREE_NAMESPACE)
+    leaves, spec = _flatten_known(tree)
     if _no_dataclasses.issuperset(map(type, leaves)):
         return leaves, spec
     _no_dataclasses.update(each for each in map(type, leaves) if not dataclasses.is_dataclass(each))
@@ -264,7 +348,7 @@ class _Symbols(list[Any]):
         return id(each) in self._ids
 
 
-_init_region = utils.Region.__init__
+_init_region = Region.__init__
 
 
 def _make_region(self: Any, producers: Any, consumers: Any, bound_symbols: Any) -> None:
