@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from thunder_cg.analysis.aliasing import Aliasing
+from thunder_cg.analysis.aliasing import Aliasing, symbol_has_effect
 from thunder_cg.analysis.causes import refuse_eager_ops
 from thunder_cg.analysis.classify import UserRules, classify, shown
 from thunder_cg.analysis.coalescing import coalesced, of_parallelism
@@ -40,7 +40,7 @@ from thunder_cg.compat.compilation import (
 )
 from thunder_cg.compat.compiled import has_pytorchs_numbers, hooks_on_gradients
 from thunder_cg.compat.dtypes import promote_as_pytorch
-from thunder_cg.compat.lines import keep_lines
+from thunder_cg.compat.lines import keep_lines_and_effects
 from thunder_cg.compat.settings import autocast_dtype
 from thunder_cg.compat.thunder import TraceCtx
 from thunder_cg.compat.torch_compile import stacks_of_generated_code
@@ -98,7 +98,7 @@ class CudagraphTransform(compat.Transform):
     def __init__(self, options: Options, stand_in: str | None = None) -> None:
         super().__init__()
         trace_collectives()
-        keep_lines()
+        keep_lines_and_effects(symbol_has_effect)
         promote_as_pytorch()
         on_compile(_compile_scope, note_compile_failure)
         self.options = options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from thunder_cg.analysis.segments import LEAST_SEGMENT, SMALL, Event, Segments, first_segment
+from thunder_cg.analysis.segments import SMALL, Event, Segments, first_segment
 
 MB = 2**20
 
@@ -55,8 +55,14 @@ def test_a_first_segment_has_no_room_for_one_tensor_that_is_much_larger() -> Non
     assert first_segment(events) <= 440 * MB
 
 
+@pytest.mark.parametrize(("large", "expected"), [(2, 10), (3, 0), (6, 18)])
+def test_a_first_segment_that_is_smaller_than_the_allocators_own(large: int, expected: int) -> None:
+    """As of a function between graph breaks; none where what a kernel allocates inside may not fit."""
+    assert first_segment([("a", large * MB), ("b", large * MB), ("c", large * MB)]) == expected * MB
+
+
 def test_no_first_segment() -> None:
-    """Where it saves nothing, or is smaller than what the allocator takes anyway."""
+    """Where it saves nothing."""
     assert first_segment([]) == 0
+    assert first_segment([("a", SMALL), ("b", SMALL)]) == 0
     assert first_segment([("a", 64 * MB), ("a", 0), ("b", 64 * MB)]) == 0
-    assert first_segment([("a", LEAST_SEGMENT // 2), ("b", 2 * MB)]) == 0

@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from thunder_cg import explain, thunderfx
+from thunder_cg import cudagraph_transform, explain, thunderfx
 from thunder_cg.dynamo.constants import compute_numbers_first
 from thunder_cg.dynamo.own_symbols import use_own_operator
 from thunder_cg.errors import LayoutError
@@ -526,6 +526,37 @@ def test_checkpointed_functions(backend, device, is_reentrant):
     """All that is rewritten in a graph is in that of such a function. Thunder does not take the constant `scale`."""
     model = Around(lambda x: checkpoint(_rewritten, x, 2.0, use_reentrant=is_reentrant)).to(device)
     assert one_region_each_way(trains_alike(model, lambda: torch.randn(2, 8, device=device), backend))
+
+
+class Drops(nn.Module):
+    """A checkpointed layer whose results show which ones it has dropped."""
+
+    def __init__(self, drop: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(8, 8, bias=False), drop
+
+    def forward(self, x):
+        return checkpoint(lambda x: self.drop(self.linear(x)), x, use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    "drop",
+    [F.dropout, lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)), lambda x: x * torch.rand_like(x)],
+    ids=["dropout", "bernoulli", "rand_like"],
+)
+@pytest.mark.parametrize("dynamo", [True, False])
+def test_a_checkpointed_function_drops_the_same_in_its_backward(backend, device, dynamo, drop):
+    """Thunder draws again there, so that gradients are those of what was not dropped in the forward."""
+    model = Drops(drop).to(device)
+    options = {"transforms": [cudagraph_transform(backend=backend)]}
+    graphed = thunderfx(model, backend=backend) if dynamo else thunder.jit(model, **options)
+    for _ in range(4):
+        x = torch.randn(4, 8, device=device, requires_grad=True)
+        y = graphed(x)
+        y.sum().backward()
+        kept = (y / model.linear(x)).detach()
+        torch.testing.assert_close(x.grad, kept @ model.linear.weight, rtol=1e-3, atol=1e-4)
+    assert [r["replays"] for r in regions(graphed)] == [3, 3]
 
 
 @pytest.mark.parametrize("trains", [True, False])

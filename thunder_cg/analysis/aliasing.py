@@ -10,8 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from thunder_cg.analysis import rules
-from thunder_cg.analysis.ops import Op, Ops, Value
+from thunder_cg.analysis.ops import Op, Ops, Value, op_of
 from thunder_cg.analysis.rules import AliasedInputs, Reason
+from thunder_cg.compat.thunder import BoundSymbol
 
 _HOLDS_MEMORY = frozenset({"tensor", "future"})
 _CHANGES_STATE = frozenset({Reason.SIDE_EFFECT, Reason.RANDOM_STATE, Reason.DTENSOR})  # DTensors may communicate
@@ -86,6 +87,11 @@ def has_effect(op: Op) -> bool:
         if any(condition.draws for condition in rule.conditions):  # the inside of the op is not asked
             return any(condition.draws for condition in rule.holding(op.conditions))
     return is_opaque(op) or any(has_effect(sub) for sub in op.subs)
+
+
+def symbol_has_effect(symbol: BoundSymbol) -> bool:
+    """`has_effect` of a symbol of any trace."""
+    return has_effect(op_of(symbol))
 
 
 def _communicates(op: Op) -> bool:

@@ -217,6 +217,11 @@ def read(
     return Ops(ops, reader.values, args, near, made_by, is_backward=forward is not None)
 
 
+def op_of(symbol: compat.BoundSymbol) -> Op:
+    """One symbol, read by itself."""
+    return _TraceReader(frozenset(), {}, None, {}).op(0, symbol)
+
+
 def names_in(tree: Any) -> set[str]:
     """Names of the proxies in a tree of arguments or results."""
     return {leaf.name for leaf in compat.tree_flatten_with_dataclass(tree)[0] if isinstance(leaf, compat.Proxy)}

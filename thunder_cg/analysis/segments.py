@@ -86,7 +86,7 @@ def first_segment(events: Sequence[Event]) -> int:
     large = [event for event in events if not event[1] or event[1] > SMALL]
     most = peak(large, {})
     sizes = {peak((event for event in large if event[1] <= most // part), {}) for part in _LARGEST}
-    needs = {size: needs_with(size) for size in sizes if size >= LEAST_SEGMENT}
+    needs = {size: needs_with(size) for size in {max(size, LEAST_SEGMENT // 2) for size in sizes}}
     best = min(needs, key=lambda size: (needs[size], size), default=0)
     return best if best and needs[best] < _WORTH * needs_with(0) else 0
 

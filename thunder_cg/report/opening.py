@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from thunder_cg.report.entries import ChangeReport
     from thunder_cg.report.report import RegionReport, Report, TraceReport
 
-NOTHING_COMPILED = "Nothing is compiled yet: Thunder compiles at the first call. Call the function, then explain again."
+NOTHING_COMPILED = (
+    "Nothing is compiled yet: Thunder compiles at the first call. Call the function, then explain again. A method of a "
+    "module, such as generate, calls the module that was not compiled: model.forward = thunderfx(model.forward)"
+)
 _NO_GRAPH = (
     "Dynamo had no graph for them. It has none of a call under a TorchDispatchMode, such as a FlopCounterMode, nor of "
     "later ones if the first one ran so, until torch._dynamo.reset(); of a call inside of torch.func's vmap or grad, "

@@ -116,7 +116,7 @@ class CudaPool:
                     current.wait_stream(self._capture_stream.stream)
 
     def reserve(self, nbytes: int) -> None:
-        if nbytes and self.nbytes() <= max(LEAST_SEGMENT, nbytes // 8):
+        if self.nbytes() < nbytes and self.nbytes() <= max(LEAST_SEGMENT, nbytes // 8):
             with suppress(RuntimeError):  # while a user captures on another thread, or too little memory
                 torch.cuda.empty_cache()  # see Note [Memory for a pool]
                 self._allocate(nbytes)
