@@ -1571,6 +1571,8 @@ UNCOMPARED = {
     "import_module": lambda: import_module("os"),
     "_getframe": lambda: inspect.currentframe(),
     "__subclasses__": lambda: Settings.__subclasses__(),
+    "cache_info": lambda: lru_cache(len).cache_info(),
+    "getweakrefcount": lambda: weakref.getweakrefcount(Settings),
     "active_count": threading.active_count,
     "uuid1": uuid.uuid1,
     "getline": lambda: linecache.getline(__file__, 1),
