@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextvars
 import copy
 import gc
 import importlib.util
@@ -81,6 +82,27 @@ flags["counts"] = 1
 for p in model.parameters(): p.requires_grad_(True)
 x = x * 0.3 if flag else x
 x = x * (state.extra if hasattr(state, "extra") else 1.0)
+x = x * context.get() * local.scale
+x = x * slots.scale
+x = (lambda each: x * each.scale)(slots)
+slots.calls += 1
+x = x * len([each.__name__ for each in named][0])
+x = x * (1 + len(f"{scaled}") % 2)
+x = x * cached()
+x = x + model_of().rate
+x = x * sum(generated())
+x = x * float(os.environ.get("SCALE", "1"))
+try: x = x * config["missing"]\nexcept KeyError: x = x * 0.9
+with torch.no_grad(): x = x * model.first.weight.norm()
+x = x * of_mode[state.config.mode]
+x = x * {**config}["scale"] * max(config["deep"]["list"])
+x = x[torch.randperm(len(x))]
+x = x * (2.0 if torch.are_deterministic_algorithms_enabled() else 1.0)
+state.calls += x.shape[0]
+state.before, state.now = state.now, x.detach().mean()
+context.set(1.5)
+local.scale = 0.9
+x = x * (2.0 if id(x) == state.scale else 1.0)
 state.extra = 2.0
 """
 _LOSSES = r"""
@@ -103,6 +125,9 @@ metrics["loss"] = metrics["loss"] + loss.detach()
 metrics["last"] = loss.detach()
 metrics.setdefault("all", []).append(loss.detach())
 loss.item()
+history.extend([loss.detach(), out.detach()])
+losses = state.history; losses.append(loss.detach())
+state.pair = loss.detach(), out.detach()
 loss = loss * 2 if flags["counts"] else loss
 """
 _BACKWARDS = r"""
@@ -121,6 +146,12 @@ for p in model.parameters(): p.grad = None if p.grad is None else p.grad * 0.5
 for p in model.parameters(): p.grad is not None and p.grad.add_(torch.randn_like(p.grad) * 0.01)
 opt.step()
 opt.step(); opt.zero_grad()
+opt.step(lambda: cross_entropy(model(x), y))
+nn.utils.clip_grad_value_(model.parameters(), 0.05)
+torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], 0.5)
+for p in model.parameters(): p.grad = None
+saved = copy.deepcopy(model.state_dict()); model.load_state_dict(saved)
+[p.data.clamp_(-0.3, 0.3) for p in model.parameters()]
 opt.zero_grad(set_to_none=False)
 sched.step()
 with torch.no_grad(): [t.lerp_(p, 0.1) for t, p in zip(teacher.parameters(), model.parameters())]
@@ -140,6 +171,8 @@ loss.detach(), out
 None
 model.first.weight.detach()
 out[0], out
+[loss, {"out": out[:2], "n": len(x)}]
+x
 model.first.weight.grad
 state.mean
 loss.detach(), state.buffer
@@ -202,6 +235,28 @@ w.model.register_forward_hook(lambda m, a, out: out * 0.5)
 w.model.first.weight.register_hook(lambda g: g * 0.5)
 w.model.first.weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))
 w.functions["scaled"] = lambda x: x * 0.2
+w.context.set(0.5)
+setattr(w.local, "scale", 0.5)
+setattr(w.slots, "scale", 0.5)
+setattr(w.scaled, "__name__", "s")
+setattr(w.generated, "__defaults__", ((1.0, 0.5),))
+w.cached.cache_clear()
+w.os.environ.update(SCALE="0.5")
+w.of_mode.update({w.Mode.A: 0.7})
+w.named.reverse()
+torch.use_deterministic_algorithms(True)
+w.kept = w.model.state_dict()
+w.kept = w.model.first.weight.data
+w.kept = w.results[-1]
+w.model = copy.deepcopy(w.model)
+w.opt.param_groups[0]["params"].reverse()
+w.opt.param_groups[0]["weight_decay"] = 0.1
+[p.requires_grad_(not p.requires_grad) for p in w.model.second.parameters()]
+w.model.to(torch.float64).to(torch.float32)
+contextvars.copy_context().run(step, x, y)
+torch.inference_mode()(lambda: w.model(x))()
+torch.no_grad()(lambda: step(x, y))()
+torch.func.grad(lambda x: w.model(x).sum())(x)
 w.model.forward = lambda x: w.model.second(w.model.first(x))
 w.opt.add_param_group({"params": [*w.teacher.parameters()]})
 w.teacher = copy.deepcopy(w.model)
@@ -296,7 +351,15 @@ def run(training: Training, folder: Path, graphed: Callable[..., Any]) -> tuple[
         step = graphed(w.train_step, w.model, w.opt)
         for statements, arguments in training.rounds:
             x, y = torch.randn(5, 4, generator=batches), torch.randint(0, 3, (5,), generator=batches)
-            names = {"copy": copy, "gc": gc, "nn": nn, "np": np, "random": random, "torch": torch}
+            names = {
+                "contextvars": contextvars,
+                "copy": copy,
+                "gc": gc,
+                "nn": nn,
+                "np": np,
+                "random": random,
+                "torch": torch,
+            }
             names |= {"w": w, "x": x, "y": y, "step": step}
             for each in statements:
                 found.append(error if isinstance(error := _tried(each, names), str) else None)
@@ -304,7 +367,10 @@ def run(training: Training, folder: Path, graphed: Callable[..., Any]) -> tuple[
             found.append(_seen([{k: v for k, v in vars(w).items() if k not in ("np", "torch")}, x, y]))
             found.append([torch.get_rng_state(), random.getstate(), str(np.random.get_state()), w.rng.getstate()])
             found.append([w.generator.get_state(), w.count.__closure__[0].cell_contents, w.get_rate()])
+            found.append([w.slots.calls, w.slots.scale, w.context.get(), w.local.scale])
     finally:
+        torch.use_deterministic_algorithms(False)
+        w.os.environ.pop("SCALE", None)
         del sys.modules[name]
     return found, step
 
@@ -329,7 +395,7 @@ def _seen(value: Any) -> Any:
     if isinstance(value, Optimizer):
         return _seen(value.state_dict())
     if isinstance(value, dict):
-        return {key: _seen(each) for key, each in value.items() if not str(key).startswith("__")}
+        return {repr(key): _seen(each) for key, each in value.items() if not str(key).startswith("__")}
     if isinstance(value, (list, tuple, collections.deque)):
         return [_seen(each) for each in value]
     if isinstance(value, np.ndarray):

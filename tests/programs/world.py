@@ -1,11 +1,15 @@
 """What a random training step finds around it. Each run imports a copy of this file with a step at its end."""
 
 import collections
+import contextvars
 import copy
 import dataclasses
 import enum
 import functools
+import os  # noqa: F401
 import random
+import threading
+import weakref
 
 import numpy as np
 import torch
@@ -34,6 +38,7 @@ class State:
         self.table = {"a": [1.0], "b": {"c": 2.0}}
         self.config = Config()
         self.history = []
+        self.before, self.now = torch.zeros(()), torch.zeros(())
 
     def count(self):
         self.calls += 1
@@ -41,6 +46,13 @@ class State:
     @property
     def doubled(self):
         return self.scale * 2
+
+
+class Slots:
+    __slots__ = ("calls", "scale")
+
+    def __init__(self):
+        self.calls, self.scale = 0, 1.0
 
 
 class Model(nn.Module):
@@ -88,6 +100,15 @@ def scaled(x):
     return x * SCALE * scaled.k
 
 
+@functools.lru_cache
+def cached():
+    return SCALE
+
+
+def generated(values=(0.5, 0.25)):
+    yield from values
+
+
 torch.manual_seed(0)
 SCALE, scaled.k = 1.0, 1.0
 model = Model()
@@ -99,4 +120,7 @@ array, metrics = np.ones(3), {"loss": torch.zeros(())}
 rng, generator = random.Random(5), torch.Generator().manual_seed(7)
 count, get_rate, set_rate = variables()
 functions = {"scaled": scaled, "count": count}
+slots, local, context = Slots(), threading.local(), contextvars.ContextVar("context", default=1.0)
+local.scale = 1.0
+model_of, named, of_mode = weakref.ref(model), [scaled, count], {Mode.A: 1.0, Mode.B: 0.5}
 half = functools.partial(torch.mul, other=0.5)

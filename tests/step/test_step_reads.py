@@ -1571,6 +1571,8 @@ UNCOMPARED = {
     "import_module": lambda: import_module("os"),
     "_getframe": lambda: inspect.currentframe(),
     "__subclasses__": lambda: Settings.__subclasses__(),
+    "cache_info": lambda: lru_cache(len).cache_info(),
+    "getweakrefcount": lambda: weakref.getweakrefcount(Settings),
     "active_count": threading.active_count,
     "uuid1": uuid.uuid1,
     "getline": lambda: linecache.getline(__file__, 1),
@@ -2054,3 +2056,19 @@ def test_a_step_that_is_differentiated(kind):
         graphed(torch.ones(3))
     assert torch.equal(differentiate(graphed, torch.ones(3)), differentiate(step, torch.ones(3)))
     assert graphed.replays == 1
+
+
+@pytest.mark.parametrize("is_attribute", [True, False])
+def test_an_object_of_pythons_library_that_another_one_holds(step_twins, is_attribute):
+    stopped, x = threading.Event(), torch.ones(1, device=step_twins.device)
+    holder = SimpleNamespace(stopped=stopped) if is_attribute else [stopped]
+
+    def is_stopped(holder):
+        return (holder.stopped if is_attribute else holder[0]).is_set()
+
+    step = step_twins.graphed(lambda: x * (1 + is_stopped(holder)))
+    for i in range(8):
+        if i == 4:
+            stopped.set()
+        assert step().item() == 1 + i // 4
+    assert step.replays == 4, step.in_python

@@ -34,6 +34,7 @@ import threading
 import time
 import types
 import uuid
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -113,7 +114,7 @@ _COMPARED_PYTHON: dict[types.CodeType, Callable[..., Any]] = {
     **{vars(logging.Logger)[name].__code__: vars(logging.Logger)[name] for name in _OF_LOGGERS},
 }
 # What they return is not compared before a replay, and may be another value in a later call.
-_UNCOMPARED = {eval, exec, __import__, input, open, decimal.getcontext}
+_UNCOMPARED = {eval, exec, __import__, input, open, decimal.getcontext, weakref.getweakrefcount, weakref.getweakrefs}
 _UNCOMPARED_PYTHON = importlib.import_module, threading.active_count, threading.enumerate, uuid.uuid1
 _UNCOMPARED_CODE = {each.__code__ for each in _UNCOMPARED_PYTHON}
 _ENVIRONMENT = {vars(type(os.environ))[name].__code__ for name in ("__getitem__", "__iter__", "__len__")}
@@ -553,7 +554,7 @@ def _is_uncompared(called: Any) -> bool:
     if isinstance(owner, types.ModuleType):
         is_steady = name in _STEADY_FUNCTIONS or (name != "fromfile" and _is_steady(owner.__name__))  # which is NumPy's
         return called in _UNCOMPARED or not is_steady
-    return name == "__subclasses__" or (isinstance(owner, io.IOBase) and bool(name.startswith("read")))
+    return name in ("__subclasses__", "cache_info") or (isinstance(owner, io.IOBase) and bool(name.startswith("read")))
 
 
 @cache

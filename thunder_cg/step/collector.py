@@ -270,7 +270,8 @@ class Collector:
         """See Note [Objects]."""
         self.facts[label] = Same(value)
         is_open = _may_change(value)
-        if id(value) in self._objects or depth >= _MAX_DEPTH or not (is_open or depth == 0):
+        is_looked_at = is_open or depth == 0 or _package_of(type(value)) in sys.stdlib_module_names
+        if id(value) in self._objects or depth >= _MAX_DEPTH or not is_looked_at:
             return
         self._objects.add(id(value))
         self.holders.append(value)
@@ -626,7 +627,7 @@ def _is_opaque(value: Any) -> bool:
     if not is_object(value) or isinstance(value, (io.IOBase, BaseException, random.Random)):
         return False
     kind = hides_state(type(value))
-    return kind is not None and kind.__module__.partition(".")[0] not in _KNOWN_IN_C
+    return kind is not None and _package_of(kind) not in _KNOWN_IN_C
 
 
 def _is_iterator(value: Any) -> bool:
@@ -664,8 +665,11 @@ def _is_bound(value: Any) -> bool:
 
 def _is_of_library(value: Any) -> bool:
     """Whether it is an object of PyTorch's or a context of Python's library: a GradScaler, a `nullcontext`."""
-    package = type(value).__module__.partition(".")[0]
-    return package in ("torch", "contextlib") and own(value, "__dict__") is not MISSING
+    return _package_of(type(value)) in ("torch", "contextlib") and own(value, "__dict__") is not MISSING
+
+
+def _package_of(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
 
 
 def _is_users(value: Any) -> bool:

@@ -424,7 +424,8 @@ class StepState:
     def has_holder(self, value: Any) -> bool:
         """Whether a value is one of the containers and objects that hold the state."""
         watches = self._of_simple, self._behind_names, self._of_roots
-        return any(id(value) in each.holders for each in watches) or id(value) in self.lists()
+        is_list = type(value) in GROWING and id(value) in self.lists()
+        return is_list or any(id(value) in each.holders for each in watches)
 
     def release(self) -> None:
         """Nothing has to be restored any more."""
