@@ -31,6 +31,7 @@ from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 import optree
+import thunder
 import torch
 from thunder.core import (
     codeutils,
@@ -97,6 +98,7 @@ def _patch() -> None:
         symbol: {"tree_flatten_with_dataclass": _flatten, "tree_flatten": _flatten_known},
         codeutils: {"tree_flatten": _flatten_known, "to_printable": _printable},
         utils: {"tree_flatten": _flatten_known},
+        thunder.torch: {"tree_flatten": _flatten_known},
         trace_interpreter: {"safe_map_flat": _map_flat},
         transform_common: {
             "_remove_noop_subsymbols": _drop_empty,
@@ -289,6 +291,8 @@ _signatures: WeakKeyDictionary[Any, inspect.Signature] = WeakKeyDictionary()
 
 def _normalize(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """The arguments of a symbol as its function has them, with defaults."""
+    if type(self.meta) is symbol.Symbol:  # which takes any
+        return args, kwargs
     if type(self.meta) is not FunctionType:
         return _bind(self, *args, **kwargs)
     signature = _signatures.get(self.meta)
@@ -304,7 +308,7 @@ _flatten_checked = pytree.tree_flatten
 
 def _flatten_known(tree: Any, namespace: str = pytree.OPTREE_NAMESPACE) -> Any:
     """Thunder checks the type of the whole by a set of types that it makes anew."""
-    if type(tree) in (tuple, list, dict, proxies.TensorProxy):
+    if type(tree) in (tuple, list, dict, proxies.TensorProxy, NoneType, int, float):
         return optree.tree_flatten(tree, none_is_leaf=True, namespace=namespace)
     return _flatten_checked(tree, namespace)
 
