@@ -1031,7 +1031,7 @@ def test_a_tensor_from_nowhere_is_refused(step_twins, frozen):
         step = step_twins.train(make, 10, between)
     finally:
         gc.unfreeze()
-        gc.freeze()  # as conftest.py has it
+        gc.freeze()  # as common.py has it
     assert step.captures == 0 and re.search(r"use a tensor \(\) of float32 in .+, and it is not known", why(step)), why(
         step
     )

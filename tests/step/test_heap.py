@@ -17,7 +17,7 @@ from thunder_cg.step.heap import holder_of, known_functions, known_tensors
 def frozen_as_before() -> Iterator[None]:
     yield
     gc.unfreeze()
-    gc.freeze()  # as conftest.py has it
+    gc.freeze()  # as common.py has it
 
 
 def is_known(tensor: torch.Tensor) -> bool:

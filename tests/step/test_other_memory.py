@@ -9,9 +9,11 @@ from collections import deque
 import pytest
 import torch
 from support import usual_step
+from torch.nn.functional import cross_entropy
 
 from thunder_cg import explain, graphed_step
 from thunder_cg.runtime.backends import resolve
+from thunder_cg.step import other_memory
 from thunder_cg.step.other_memory import Addresses
 
 pytestmark = pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")
@@ -159,3 +161,18 @@ def test_what_views_hold_is_said(step_twins, device):
     said = "is still held by a view, such as a gradient, after it, and a replay would overwrite it; have the step"
     assert said in str([*run(lambda view: view).in_python])
     assert run(torch.clone).captures == 1
+
+
+@pytest.mark.parametrize("leaves_a_cycle", [False, True])
+def test_garbage_is_collected_once_a_capture(step_twins, monkeypatch, leaves_a_cycle):
+    """Before its tensors are looked for, and again only if one of them would be refused: it takes long."""
+    monkeypatch.setattr(other_memory, "gc", None)
+
+    def leave(loss):
+        if leaves_a_cycle:
+            cycle = [loss * 2]
+            cycle.append(cycle)
+        return loss
+
+    step = step_twins.train(lambda model: usual_step(model, loss_of=lambda x, y: leave(cross_entropy(x, y))))
+    assert step.captures == 1

@@ -1480,7 +1480,7 @@ def test_what_is_frozen(make):
         state = state_of(step)
     finally:
         gc.unfreeze()
-        gc.freeze()  # as conftest.py has it
+        gc.freeze()  # as common.py has it
     assert state.holds()
     _and_hold_no_more(change, state)
 

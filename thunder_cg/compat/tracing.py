@@ -7,9 +7,9 @@ loop, or to ask eight times in each call of a module whether a dict of hooks is 
 no guard comes of any. With ``sharp_edges="warn"``, fewer warnings come: none about values of Python that is no longer
 interpreted. For each exception, such as the one at the end of a loop, it waits busily for a thread of its own, which
 keeps that thread from running. Its passes over traces look for dataclasses in the arguments of each operator, inspect
-the signatures of its operators anew for each call, and make a set of types anew for each list that they flatten. What
-they do for a fusion grows with the square of its length: they gather its tags anew for each operator in it, and search
-it for each value.
+the signatures of its operators anew for each call, and make a set of types anew for each list that they flatten. They
+copy each operator in each pass, and forget what they have found out about it. What they do for a fusion grows with the
+square of its length: they gather its tags anew for each operator in it, and search it for each value.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 import optree
+import thunder
 import torch
 from thunder.core import (
     codeutils,
@@ -93,11 +94,16 @@ def _patch() -> None:
         interpreter.InterpreterStack: {"append": _push},
         interpreter.ProvenanceRecord: {"__post_init__": _join_flags},
         symbol.Symbol: {"normalize": _normalize},
+        symbol.BoundSymbol: {"gather_ctxs": _gather},
         symbol: {"tree_flatten_with_dataclass": _flatten, "tree_flatten": _flatten_known},
-        codeutils: {"tree_flatten": _flatten_known},
+        codeutils: {"tree_flatten": _flatten_known, "to_printable": _printable},
         utils: {"tree_flatten": _flatten_known},
+        thunder.torch: {"tree_flatten": _flatten_known},
         trace_interpreter: {"safe_map_flat": _map_flat},
-        transform_common: {"_remove_noop_subsymbols": _drop_empty},
+        transform_common: {
+            "_remove_noop_subsymbols": _drop_empty,
+            "remove_duplicate_number_proxies": _without_duplicate_numbers,
+        },
         Region: {"__init__": _make_region},
     }
     for of, names in changed.items():
@@ -285,6 +291,8 @@ _signatures: WeakKeyDictionary[Any, inspect.Signature] = WeakKeyDictionary()
 
 def _normalize(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """The arguments of a symbol as its function has them, with defaults."""
+    if type(self.meta) is symbol.Symbol:  # which takes any
+        return args, kwargs
     if type(self.meta) is not FunctionType:
         return _bind(self, *args, **kwargs)
     signature = _signatures.get(self.meta)
@@ -300,7 +308,7 @@ _flatten_checked = pytree.tree_flatten
 
 def _flatten_known(tree: Any, namespace: str = pytree.OPTREE_NAMESPACE) -> Any:
     """Thunder checks the type of the whole by a set of types that it makes anew."""
-    if type(tree) in (tuple, list, dict, proxies.TensorProxy):
+    if type(tree) in (tuple, list, dict, proxies.TensorProxy, NoneType, int, float):
         return optree.tree_flatten(tree, none_is_leaf=True, namespace=namespace)
     return _flatten_checked(tree, namespace)
 
@@ -323,6 +331,38 @@ def _flatten(tree: Any) -> Any:
         return leaves, spec
     _no_dataclasses.update(each for each in map(type, leaves) if not dataclasses.is_dataclass(each))
     return pytree.tree_flatten_with_dataclass(tree)
+
+
+def _gather(of: Any) -> tuple[Any, Any, Any]:
+    """What its line of code needs. Thunder makes the line's parts anew for each of these."""
+    return of.import_ctx(), of._get_call_ctx(), of._object_ctx
+
+
+_make_printable = codeutils.to_printable
+
+
+def _printable(trace: Any, value: Any, **contexts: Any) -> Any:
+    """Python's own constants, and no arguments, are printed as they are."""
+    if type(value) in (NoneType, bool, int, float, str) or (type(value) is dict and not value):
+        return value
+    return _make_printable(trace, value, **contexts)
+
+
+_drop_duplicates = transform_common.remove_duplicate_number_proxies
+
+
+def _without_duplicate_numbers(symbols: Any) -> Any:
+    """Copies of those with results, with what is known of the originals."""
+    if any(
+        isinstance(each, proxies.NumberProxy) or of.sym._bind_postprocess for of in symbols for each in of.flat_outs
+    ):
+        return _drop_duplicates(symbols)
+    kept = []
+    for of in symbols:
+        if of.flat_outs:
+            kept.append(copied := object.__new__(type(of)))
+            vars(copied).update(vars(of), tags={*of.tags})
+    return kept
 
 
 def _drop_empty(of: Any) -> None:

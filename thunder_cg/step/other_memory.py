@@ -18,7 +18,7 @@ from __future__ import annotations
 import bisect
 import gc
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor, nn
@@ -76,17 +76,32 @@ def refuse_other_memory(
 ) -> None:
     """Looks at all tensors of the device. See Note [Memory that a step may use].
 
+    What would be refused may be garbage that has come since the last collection, so another one comes first.
+
     Args:
         known: tensors whose memory the step may use.
         own: the tensors that the capture itself has made.
         before: memory of tensors that there were before the step, some of which may be gone.
     """
+    with suppress(CaptureRefused):
+        return _refuse_any_of(known_tensors(), addresses, known, own, device, pool, before)
+    return _refuse_any_of(_all_tensors(), addresses, known, own, device, pool, before)
+
+
+def _refuse_any_of(
+    tensors: Sequence[Tensor],
+    addresses: Addresses,
+    known: Sequence[Tensor | None],
+    own: Sequence[object],
+    device: torch.device,
+    pool: Pool,
+    before: Memory,
+) -> None:
     storages = {storage_id(tensor) for tensor in known if tensor is not None}
     objects = {id(tensor) for tensor in (*known, *own)}
     ranges = pool.ranges()
     used: list[tuple[Tensor, str]] = []
     gone = before.keys() - set(map(address_if_any, known))
-    tensors = _all_tensors()
     for tensor in tensors:
         is_in_pool = any(start <= address(tensor) < stop for start, stop in ranges)
         if is_in_pool or id(tensor) not in objects:  # what a tape has recorded keeps memory of others
