@@ -131,6 +131,11 @@ def _bool(x: Any) -> Any:
 def _dispatch(context: Any, runtime: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
     """A call, that of a bound method with its object as the first argument."""
     method = interpreter.unwrap(function)
+    if method is _module_call and args and _is_plain(interpreter.unwrap(args[0])):
+        forward = _attribute(args[0], "forward")
+        if forward is interpreter.INTERPRETER_SIGNALS.EXCEPTION_RAISED:
+            return forward
+        return interpreter._interpret_call(forward, *args[1:], **kwargs)
     if type(method) is not MethodType or hasattr(method, "__thunder_interpreter_orig_fn"):
         return _call_something(context, runtime, function, *args, **kwargs)
     function = function if isinstance(function, interpreter.WrappedValue) else interpreter.wrap_const(function)
@@ -143,23 +148,18 @@ def _attribute(value: Any, name: str) -> Any:
     return interpreter._interpret_call(getattr, value, interpreter.wrap_const(name))
 
 
-def _call_module(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """The call of a module. Where there are no hooks, it is that of its forward."""
-    own = interpreter.unwrap(module)
+def _is_plain(own: Any) -> bool:
+    """Whether the call of a module is that of its forward, since there are no hooks."""
     is_torchs = type(own)._call_impl is _call_impl and "_call_impl" not in vars(own)
     hooks = (*(getattr(own, name) for name in _HOOKS), *map(vars(nn.modules.module).get, _GLOBAL_HOOKS))
-    if any(hooks) or not is_torchs or own._compiled_call_impl is not None or torch._C._get_tracing_state():
-        return interpreter._interpret_call(_torchs_call, module, *args, **kwargs)
-    forward = _attribute(module, "forward")
-    if forward is interpreter.INTERPRETER_SIGNALS.EXCEPTION_RAISED:
-        return forward
-    return interpreter._interpret_call(forward, *args, **kwargs)
+    is_other = any(hooks) or own._compiled_call_impl is not None or torch._C._get_tracing_state()
+    return is_torchs and not is_other
 
 
 _HOOKS = "_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks"
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 _call_impl = nn.Module._call_impl
-_torchs_call = FunctionType(nn.Module._wrapped_call_impl.__code__, nn.Module._wrapped_call_impl.__globals__)
+_module_call = nn.Module._wrapped_call_impl
 
 
 def _iterate(value: Any, *sentinel: Any) -> Any:
@@ -176,7 +176,7 @@ def _advance(iterator: Any, *default: Any) -> Any:
 
 
 _iter, _next = interpreter._default_lookaside_map[iter], interpreter._default_lookaside_map[next]
-_LOOKASIDES = {bool: _bool, iter: _iterate, next: _advance, nn.Module._wrapped_call_impl: _call_module}
+_LOOKASIDES = {bool: _bool, iter: _iterate, next: _advance}
 
 
 def _arguments(values: Any) -> list[Any]:
