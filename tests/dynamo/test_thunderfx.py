@@ -556,6 +556,7 @@ def test_autocast_casts_more_than_layers(backend, device):
         lambda x: nn.functional.log_softmax(x, -1),
         lambda x: x.norm(dim=-1),
         lambda x: nn.functional.normalize(x),
+        lambda x: nn.functional.cross_entropy(x, torch.zeros(4, dtype=torch.int64, device="cuda")),
         lambda x: torch.relu(x),
     ],
 )

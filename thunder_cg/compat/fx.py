@@ -120,9 +120,17 @@ def dtype_of_casts(node: Node) -> torch.dtype | None:
         on_examples(call, example(node.args), example(node.kwargs), inside=calls)
     except RuntimeError:
         return None
-    # On CUDA, softmax and sums are not given casts, but the dtype of what they return.
-    without_casts = [each for each in calls.found if each[0] is not torch.ops.aten._to_copy.default]
-    return dtype if _calls_of(node, function) in (calls.found, without_casts) else None
+    return dtype if _without_casts(_calls_of(node, function)) == _without_casts(calls.found) else None
+
+
+def _without_casts(calls: list[tuple[Any, list[torch.dtype]]]) -> list[Any]:
+    """On CUDA, autocast gives softmax and sums no casts, but the dtype of what they return.
+
+    There, cross entropy rounds the logarithms to 16 bits before it casts them, and this package does not.
+    """
+    log_softmax = torch.ops.aten._log_softmax.default
+    kept = [each for each in calls if each[0] is not torch.ops.aten._to_copy.default]
+    return [log_softmax if each[0] is log_softmax else each for each in kept]
 
 
 def is_wait(node: Node) -> bool:
