@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import importlib
 import os
 import tempfile
@@ -43,7 +44,9 @@ class Ranks:
 
     def _start(self) -> None:
         context = get_context(self._method)
-        context.set_forkserver_preload(["thunder", "thunder_cg"])
+        context.set_forkserver_preload(
+            ["thunder", "thunder_cg", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.tensor"]
+        )
         folder = tempfile.mkdtemp()
         for rank in range(self.size):
             mine, theirs = context.Pipe()
@@ -96,6 +99,8 @@ def _serve(rank: int, size: int, device: str, store: str, collective: float, pip
     import thunder_cg  # noqa: F401
 
     importlib.import_module("speed")
+    gc.collect()
+    gc.freeze()  # as common.py has it
     begin_group(rank, size, device, store, collective)
     pipe.send((True, None))
     while True:
