@@ -93,8 +93,7 @@ def first_segment(events: Sequence[Event]) -> int:
 
 def _with_temporaries(events: Iterable[Event]) -> Iterator[Event]:
     for name, nbytes in events:
-        temporary = (("", nbytes), ("", 0)) if nbytes else ()
-        yield from (*temporary[:1], (name, nbytes), *temporary[1:])
+        yield from (("", nbytes), (name, nbytes), ("", 0)) if nbytes else ((name, 0),)
 
 
 def peak(events: Iterable[Event], start: Mapping[str, int]) -> int:

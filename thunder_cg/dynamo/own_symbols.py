@@ -17,7 +17,7 @@ from thunder_cg.compat.tensors import tensors_in, tree_leaves
 from thunder_cg.compat.thunder import LOST_GRADIENT
 from thunder_cg.dynamo import operators
 from thunder_cg.dynamo.fallbacks import has_another_derivative, returns_cpu_scalar
-from thunder_cg.dynamo.nodes import argument, arguments, call_instead, return_first_alone
+from thunder_cg.dynamo.nodes import argument, arguments, call_before, call_instead, result_of, return_first_alone
 from thunder_cg.dynamo.writes import requires_grad
 from thunder_cg.errors import CollectiveError
 
@@ -109,10 +109,8 @@ def _make_mask_contiguous(attention: Node) -> None:
     query, key, value, mask = attention.args
     if not isinstance(mask, Node) or example(mask).device.type == "cpu" or example(mask).stride()[-1:] in ((), (1,)):
         return
-    with attention.graph.inserting_before(attention):
-        contiguous = attention.graph.call_method("contiguous", (mask,))
-    contiguous.meta.update(mask.meta, example_value=example(mask).contiguous())
-    attention.args = (query, key, value, contiguous)
+    result = result_of(torch.Tensor.contiguous, (mask,))
+    attention.args = (query, key, value, call_before(attention, torch.Tensor.contiguous, (mask,), result=result))
 
 
 def trace_multi_head_attention(node: Node) -> None:

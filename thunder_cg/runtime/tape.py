@@ -333,7 +333,7 @@ class _Tape(_Reuse):
             raise CaptureRefused(f"a tensor on {tensor.device} in a graph on {self._device}")
         if tensor.layout is not torch.strided:
             raise CaptureRefused(f"a tensor with the layout {tensor.layout}, which has no address, in a graph")
-        if tensor.is_nested and tensor.layout is torch.strided:
+        if tensor.is_nested:
             raise CaptureRefused("a nested tensor without strides in a graph; make it with layout=torch.jagged")
 
     def undo(self) -> None:

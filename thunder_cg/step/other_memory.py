@@ -83,51 +83,43 @@ def refuse_other_memory(
         own: the tensors that the capture itself has made.
         before: memory of tensors that there were before the step, some of which may be gone.
     """
-    with suppress(CaptureRefused):
-        return _refuse_any_of(known_tensors(), addresses, known, own, device, pool, before)
-    return _refuse_any_of(_all_tensors(), addresses, known, own, device, pool, before)
-
-
-def _refuse_any_of(
-    tensors: Sequence[Tensor],
-    addresses: Addresses,
-    known: Sequence[Tensor | None],
-    own: Sequence[object],
-    device: torch.device,
-    pool: Pool,
-    before: Memory,
-) -> None:
     storages = {storage_id(tensor) for tensor in known if tensor is not None}
     objects = {id(tensor) for tensor in (*known, *own)}
     ranges = pool.ranges()
-    used: list[tuple[Tensor, str]] = []
-    gone = before.keys() - set(map(address_if_any, known))
-    for tensor in tensors:
-        is_in_pool = any(start <= address(tensor) < stop for start, stop in ranges)
-        if is_in_pool or id(tensor) not in objects:  # what a tape has recorded keeps memory of others
-            gone.discard(address(tensor))
-        if id(tensor) in objects or tensor.device != device or storage_id(tensor) in storages:
-            continue
-        if is_in_pool:
-            by, fix = "", "return it, or write it into a tensor that exists before the step"
-            if (holder := holder_of(tensor)) is not None:
-                by = f" by {holder}"
-            elif any(autograd_base(each) is tensor for each in tensors):
-                by, fix = " by a view, such as a gradient,", "have the step leave a clone of the view"
-            problem = f"{_shown(tensor)} that the step makes is still held{by} after it"
-            raise CaptureRefused(f"{problem}, and a replay would overwrite it; {fix}")
-        if (user := addresses.user_of(tensor)) is not None:
-            used.append((tensor, user))
-    if used:
-        tensor, user = used[0]
-        problem = f"the step seems to use {_shown(tensor)} in {user}, and it is not known where from"
-        fix = "pass it as an argument, or let the step's function name it"
-        raise OtherMemoryUsed(f"{problem}; {fix}", [tensor for tensor, _ in used])
-    for start in gone:
-        nbytes, shown = before[start]
-        if (user := addresses.user_of_memory(start, nbytes)) is not None:
-            problem = f"the step seems to use {shown} in {user}, and lets go of it; pass it as an argument"
-            raise OtherMemoryUsed(problem, [])
+
+    def refuse_any_of(tensors: Sequence[Tensor]) -> None:
+        used: list[tuple[Tensor, str]] = []
+        gone = before.keys() - set(map(address_if_any, known))
+        for tensor in tensors:
+            is_in_pool = any(start <= address(tensor) < stop for start, stop in ranges)
+            if is_in_pool or id(tensor) not in objects:  # what a tape has recorded keeps memory of others
+                gone.discard(address(tensor))
+            if id(tensor) in objects or tensor.device != device or storage_id(tensor) in storages:
+                continue
+            if is_in_pool:
+                by, fix = "", "return it, or write it into a tensor that exists before the step"
+                if (holder := holder_of(tensor)) is not None:
+                    by = f" by {holder}"
+                elif any(autograd_base(each) is tensor for each in tensors):
+                    by, fix = " by a view, such as a gradient,", "have the step leave a clone of the view"
+                problem = f"{_shown(tensor)} that the step makes is still held{by} after it"
+                raise CaptureRefused(f"{problem}, and a replay would overwrite it; {fix}")
+            if (user := addresses.user_of(tensor)) is not None:
+                used.append((tensor, user))
+        if used:
+            tensor, user = used[0]
+            problem = f"the step seems to use {_shown(tensor)} in {user}, and it is not known where from"
+            fix = "pass it as an argument, or let the step's function name it"
+            raise OtherMemoryUsed(f"{problem}; {fix}", [tensor for tensor, _ in used])
+        for start in gone:
+            nbytes, shown = before[start]
+            if (user := addresses.user_of_memory(start, nbytes)) is not None:
+                problem = f"the step seems to use {shown} in {user}, and lets go of it; pass it as an argument"
+                raise OtherMemoryUsed(problem, [])
+
+    with suppress(CaptureRefused):  # which holds the tensors, until it is gone
+        return refuse_any_of(known_tensors())
+    return refuse_any_of(_all_tensors())
 
 
 @contextmanager
