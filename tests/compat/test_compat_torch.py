@@ -216,6 +216,7 @@ def test_names_of_operators_of_libraries() -> None:
 
 
 def test_inductor_times_kernels_where_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor.compile_fx as compile_fx
     from torch._inductor.runtime.benchmarking import benchmarker
 
     inside: list[str] = []
@@ -227,11 +228,20 @@ def test_inductor_times_kernels_where_it_is_told_to(monkeypatch: pytest.MonkeyPa
         yield
         inside.clear()
 
-    monkeypatch.setattr(type(benchmarker), "benchmark_gpu", lambda self, kernel: timed.append((kernel, *inside)))
-    with timing_kernels_in(place):
+    @contextmanager
+    def copies_in(nbytes: int) -> Iterator[None]:
+        inside.append(f"copies of {nbytes} bytes")
+        yield
+
+    def benchmark(self: object, kernel: str) -> None:
+        compile_fx.clone_preserve_strides(torch.ones(2))
+        timed.append((kernel, *inside))
+
+    monkeypatch.setattr(type(benchmarker), "benchmark_gpu", benchmark)
+    with timing_kernels_in(place, copies_in):
         benchmarker.benchmark_gpu("first")
         other = threading.Thread(target=benchmarker.benchmark_gpu, args=("another thread's",))
         other.start()
         other.join()
     benchmarker.benchmark_gpu("last")
-    assert timed == [("first", "outside of the pool"), ("another thread's",), ("last",)]
+    assert timed == [("first", "outside of the pool", "copies of 8 bytes"), ("another thread's",), ("last",)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -80,7 +81,7 @@ def prepared():
     return stream
 
 
-def test_arenas_of_one_thread_and_stream_share_workspaces_and_are_ordered(fake):
+def test_arenas_of_one_thread_and_stream_share_workspaces_and_are_ordered(fake, monkeypatch):
     first = prepared()
     assert prepared() is first and fake.pools == {1: 32}
     here, there = fake.current, FakeStream(8)
@@ -91,10 +92,12 @@ def test_arenas_of_one_thread_and_stream_share_workspaces_and_are_ordered(fake):
     fake.current = here
     assert first.order.follow() == 7 and here.waited_for == [8]
     found = []
-    thread = threading.Thread(target=lambda: found.append(prepared()))
-    thread.start()
-    thread.join()
-    assert found[0] is not first
+    for is_backward in (False, True):  # which runs on a thread of autograd's
+        monkeypatch.setattr(streams, "in_backward", partial(bool, is_backward))
+        thread = threading.Thread(target=lambda: found.append(prepared()))
+        thread.start()
+        thread.join()
+    assert found[0] is not first and found[1] is first
 
 
 def test_draws_follow_the_stream_that_drew_last(fake, monkeypatch):

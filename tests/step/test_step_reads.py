@@ -749,7 +749,7 @@ def test_what_inductor_writes_is_not_the_users():
     calls.watch()
     FunctionType(plain.__code__.replace(co_filename="/tmp/key.py"), variables)(2.0)
     calls.end()
-    calls.find_functions()
+    calls.find_functions(lambda called: None)
     assert not calls.found
 
 
@@ -1402,7 +1402,8 @@ def state_of(fn, device_type="cpu"):
         fn(torch.ones(1))
     finally:
         calls.end()
-        calls.find_functions()
+        gc.collect()
+        calls.find_functions(lambda called: None)
     state = StepState(fn, {}, device_type, [*calls.found.values()])
     if state.tensors:
         state.guard_tensors([])

@@ -282,11 +282,6 @@ def is_of_capture(event: torch.cuda.Event) -> bool:
     return False
 
 
-def joins_older_stream(error: Exception) -> bool:
-    """Whether a capture failed since autograd accumulates a gradient on the stream of a history from before it."""
-    return "legacy stream depend" in str(error)
-
-
 def chooses_cudnn_attention(
     device: torch.device,
     layouts: Sequence[tuple[Sequence[int], torch.dtype]],

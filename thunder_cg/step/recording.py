@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.random import fork_rng
 
 from thunder_cg.compat.autograd import before_backwards, is_leaf
-from thunder_cg.compat.cuda import hidden_capture, is_of_capture, joins_older_stream
+from thunder_cg.compat.cuda import hidden_capture, is_of_capture
 from thunder_cg.compat.distributed import ProcessGroup, local_tensor
 from thunder_cg.compat.settings import Settings, kernel_settings
 from thunder_cg.compat.tensors import has_storage, is_size, tree_flatten, tree_leaves, tree_unflatten, version
@@ -56,7 +56,7 @@ from thunder_cg.step.stack import clear_stack
 from thunder_cg.step.state import StepState
 from thunder_cg.step.storages import KEPT_SHARES, OriginalStorages, ReplacedStorages
 
-_ATTEMPTS = 4  # of a capture, at most, that seems to use the memory of others
+_ATTEMPTS = 4  # of a capture, at most: see Note [Numbers that look like addresses] in other_memory.py
 _OWN_REFERENCES = 3  # to an event: of `Calls`, the loop's, the argument's
 _OTHERS = "something else than tensors without a history"
 _IS_OUTSIDE = "an argument is a {} that the step reads from outside as well; " + COPY_CONTAINER
@@ -466,18 +466,10 @@ class StepCapture:
             RanksDiffer: another rank does not capture it.
             Exception: what ``fn`` raised.
 
-        In all cases everything is as before: see Note [Effects once] in snapshot.py.
+        In both cases everything is as before: see Note [Effects once] in snapshot.py.
         """
-        try:
-            return self._record_and_check()
-        except RuntimeError as error:
-            if not joins_older_stream(error):
-                raise
-        gc.collect()  # a cycle may hold the history of an earlier call
-        return self._record_and_check()
-
-    def _record_and_check(self) -> StepRecording:
-        """See Note [Numbers that look like addresses] in other_memory.py."""
+        # Garbage may be in the graph's memory, keep gradients on another stream, or not survive to be collected inside.
+        gc.collect()
         suspects: list[Tensor] = []
         said: set[str] = set()
         with ExitStack() as moves:
@@ -642,9 +634,9 @@ class StepCapture:
         state = self.state
         if state.attributes is not None and self.calls.looks_up_unseen:
             state.attributes.add_all()
-        self.calls.find_functions()
+        label = self.calls.find_functions(state.first_unknown)
         try:
-            if (label := state.first_unknown([*self.calls.found.values()])) is not None:
+            if label is not None:
                 raise CallsMore(f"the step reads more than was compared, such as {label}")
             self.calls.undos.clear()  # what the functions that are known may change is in the state's snapshot
             self._refuse_change(state.facts, state.again().facts)

@@ -9,7 +9,8 @@ Note [Memory for a pool]
     before a warm-up, which makes the pool as large as it gets: both together take no more than an eager call. When
     memory runs out, the allocator frees its cache and tries again, but not while this thread allocates from a private
     pool. So this module frees the cache after a warm-up or a capture has failed, and once more before the next
-    capture, because what was in the way may be cached by then. What Inductor allocates to time kernels stays outside.
+    capture, because what was in the way may be cached by then. What Inductor allocates to time kernels stays outside,
+    but for large copies that fit into free memory of the pool.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, ClassVar
 
@@ -152,7 +153,7 @@ class CudaPool:
     def _with_free_cache(self) -> Iterator[None]:
         """Inside, this thread allocates from the private pool, after the cache was freed: Note [Memory for a pool]."""
         _free_cache()
-        with cuda.use_pool(self._index, self._private_pool.id), timing_kernels_in(self._outside):
+        with cuda.use_pool(self._index, self._private_pool.id), timing_kernels_in(self._outside, self._inside_if_free):
             yield
 
     @contextmanager
@@ -163,6 +164,16 @@ class CudaPool:
                 yield
             finally:
                 _free_cache()
+
+    def _inside_if_free(self, nbytes: int) -> AbstractContextManager[None]:
+        """Where nothing may stay cached: inside, this thread allocates from the private pool again, if that has room
+        for so many bytes, and they would make a segment of their own elsewhere.
+        """
+        if nbytes < LEAST_SEGMENT // 2:
+            return nullcontext()
+        blocks = (block for segment in cuda.pool_segments([self._private_pool.id]) for block in segment["blocks"])
+        is_free = any(block["state"] == "inactive" and block["size"] >= nbytes for block in blocks)
+        return cuda.use_pool(self._index, self._private_pool.id) if is_free else nullcontext()
 
     def _copy_to_caller(self, stream: torch.cuda.Stream, tensors: Tensors) -> list[torch.Tensor]:
         """Copies of these, in memory of the caller's ``stream`` outside of the private pool."""

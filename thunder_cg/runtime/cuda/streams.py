@@ -3,11 +3,11 @@
 Note [cuBLAS workspaces]
     PyTorch keeps one cuBLAS workspace for each thread and stream until the process ends, and a graph bakes its address
     in. Graphs that share a workspace would race if they were replayed on two streams at once. A workspace has 32 MiB on
-    an H200, so arenas share a capture stream if one thread has made them on one stream, and whatever uses its
-    workspaces follows the stream that used them last: launches, warm-ups and captures hold the capture stream's lock.
-    No user shares it. ``_cuda_clearCublasWorkspaces``, which Inductor calls, frees the workspaces of all streams, those
-    that graphs still use as well. So ours are in a private pool that nothing else allocates from, also those of
-    autograd's thread, on which the capture of a whole step runs its backward.
+    an H200, so arenas share a capture stream if one thread has made them on one stream, or a backward that runs there,
+    and whatever uses its workspaces follows the stream that used them last: launches, warm-ups and captures hold the
+    capture stream's lock. No user shares it. ``_cuda_clearCublasWorkspaces``, which Inductor calls, frees the
+    workspaces of all streams, those that graphs still use as well. So ours are in a private pool that nothing else
+    allocates from, also those of autograd's thread, on which the capture of a whole step runs its backward.
 
     An idle capture stream keeps its workspaces for the next arena. When all streams are idle, this
     module has PyTorch free the workspaces, unless the process may have graphs of others. A graph that nobody can see,
@@ -36,6 +36,7 @@ from typing import Any, ClassVar
 import torch
 
 from thunder_cg.compat import cuda
+from thunder_cg.compat.autograd import in_backward
 from thunder_cg.runtime.backend import without_garbage_collection
 
 
@@ -145,17 +146,23 @@ class CaptureStream:
 
     @classmethod
     def take(cls, index: int) -> CaptureStream:
-        """The one of this thread and the current stream; one that nobody uses, if there is none."""
+        """The one of this thread and the current stream; one that nobody uses, if there is none.
+
+        A backward, which runs on a thread of autograd's, has one of whoever uses the current stream.
+        """
         with cls._lock:
-            user = threading.get_ident(), cuda.current_raw_stream(index)
+            thread, raw = threading.get_ident(), cuda.current_raw_stream(index)
             here = [each for each in cls._all if each.index == index]
-            used = (each for each in here if each._users and (each._made_by, each.order.last_raw) == user)
-            stream = next(used, None) or next((each for each in here if not each._users), None)
+            used = [each for each in here if each._users and each.order.last_raw == raw]
+            if not in_backward():
+                used = [each for each in used if each._made_by == thread]
+            stream = next(iter(used), None) or next((each for each in here if not each._users), None)
             if stream is None:
                 stream = cls(index)
                 cls._all.append(stream)
+            if not stream._users:
+                stream._made_by = thread
             stream._users += 1
-            stream._made_by = user[0]
         with stream.lock:
             stream.order.follow()
         return stream
