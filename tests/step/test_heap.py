@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -95,3 +96,15 @@ def test_a_frozen_tensor_is_not_kept() -> None:
     assert is_known(tensor)
     del tensor
     assert not [each for each in known_tensors() if each.data_ptr() == at and each.shape == (2,)]
+
+
+@pytest.mark.parametrize("look", [known_tensors, lambda: holder_of(object())])
+def test_to_look_at_what_is_frozen_keeps_no_garbage(look: Callable[[], Any]) -> None:
+    gc.freeze()
+    cycle: list[Any] = [torch.ones(1)]
+    cycle.append(cycle)
+    tensor = weakref.ref(cycle[0])
+    del cycle
+    look()
+    gc.collect()
+    assert tensor() is None

@@ -749,7 +749,7 @@ def test_what_inductor_writes_is_not_the_users():
     calls.watch()
     FunctionType(plain.__code__.replace(co_filename="/tmp/key.py"), variables)(2.0)
     calls.end()
-    calls.find_functions(lambda called: None)
+    calls.find_functions()
     assert not calls.found
 
 
@@ -1402,8 +1402,7 @@ def state_of(fn, device_type="cpu"):
         fn(torch.ones(1))
     finally:
         calls.end()
-        gc.collect()
-        calls.find_functions(lambda called: None)
+        calls.find_functions()
     state = StepState(fn, {}, device_type, [*calls.found.values()])
     if state.tensors:
         state.guard_tensors([])

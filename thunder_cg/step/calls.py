@@ -499,32 +499,16 @@ class Calls:
                 for each in functions:
                     self.undos += self._undos_of(each)
 
-    def find_functions(self, first_unknown: Callable[[list[Called]], str | None]) -> str | None:
-        """Finds the functions that have run, each with those that nobody can tell from it. Not inside of a capture.
-
-        Returns:
-            what ``first_unknown`` says of all of them, the garbage that the step has left not among them.
-        """
-        found = self.found | self._functions()
-        if (label := first_unknown([*found.values()])) is not None:
-            del found
-            gc.collect()  # it takes long
-            found = self.found | self._functions()
-            label = first_unknown([*found.values()])
-        self.found = found
-        self._ran.clear()
-        return label
-
-    def _functions(self) -> dict[tuple[int, int], Called]:
-        """Those that have run, garbage that looks like them included."""
+    def find_functions(self) -> None:
+        """Finds the functions that have run, each with those that nobody can tell from it. Not inside of a capture."""
+        gc.collect()  # whose destructors a capture may not survive; without it, garbage would be found, too
         functions = known_functions({ran.code for ran in self._ran.values()})
-        found: dict[tuple[int, int], Called] = {}
         for ran in self._ran.values():
             alike = [each for each in functions if ran.is_of(each)]
             if not alike and not ran.code.co_freevars:
                 alike = [types.FunctionType(ran.code, ran.variables)]
-            found |= {(id(each), id(ran.owner)): Called(each, ran.owner) for each in alike}
-        return found
+            self.found |= {(id(each), id(ran.owner)): Called(each, ran.owner) for each in alike}
+        self._ran.clear()
 
 
 class _Ran(NamedTuple):

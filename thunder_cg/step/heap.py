@@ -2,9 +2,10 @@
 
 Note [Frozen objects]
     `gc.freeze` hides what there is from the collector, and from those who ask it. To see frozen objects, one has to
-    unfreeze all, and to freeze them again with all that has come since, whose cycles are never freed then. So tensors
-    and functions are looked for there only if something has been frozen since that was done last: then a marker, made
-    after that, is hidden, too. What holds an object is looked for there if nothing else is found to hold it.
+    unfreeze all, and to freeze them again with all that has come since, whose cycles are never freed then. So garbage
+    is collected before, and tensors and functions are looked for there only if something has been frozen since that was
+    done last: then a marker, made after that, is hidden, too. What holds an object is looked for there if nothing else
+    is found to hold it.
 """
 
 from __future__ import annotations
@@ -120,6 +121,7 @@ def _each_once(objects: Iterable[Any]) -> list[Any]:
 @contextmanager
 def _unfrozen() -> Iterator[None]:
     """See Note [Frozen objects]."""
+    gc.collect()
     gc.unfreeze()
     try:
         yield

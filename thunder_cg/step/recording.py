@@ -634,9 +634,9 @@ class StepCapture:
         state = self.state
         if state.attributes is not None and self.calls.looks_up_unseen:
             state.attributes.add_all()
-        label = self.calls.find_functions(state.first_unknown)
+        self.calls.find_functions()
         try:
-            if label is not None:
+            if (label := state.first_unknown([*self.calls.found.values()])) is not None:
                 raise CallsMore(f"the step reads more than was compared, such as {label}")
             self.calls.undos.clear()  # what the functions that are known may change is in the state's snapshot
             self._refuse_change(state.facts, state.again().facts)
