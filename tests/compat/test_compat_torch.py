@@ -223,25 +223,26 @@ def test_inductor_times_kernels_where_it_is_told_to(monkeypatch: pytest.MonkeyPa
     timed: list[tuple[str, ...]] = []
 
     @contextmanager
-    def place() -> Iterator[None]:
-        inside.append("outside of the pool")
+    def place(nbytes: int) -> Iterator[None]:
+        inside.append(f"{nbytes} bytes")
         yield
-        inside.clear()
-
-    @contextmanager
-    def copies_in(nbytes: int) -> Iterator[None]:
-        inside.append(f"copies of {nbytes} bytes")
-        yield
+        inside.pop()
 
     def benchmark(self: object, kernel: str) -> None:
-        compile_fx.clone_preserve_strides(torch.ones(2))
         timed.append((kernel, *inside))
+        compile_fx.clone_preserve_strides(torch.ones(2))
 
     monkeypatch.setattr(type(benchmarker), "benchmark_gpu", benchmark)
-    with timing_kernels_in(place, copies_in):
+    monkeypatch.setattr(type(benchmarker), "L2_cache_size", 64, raising=False)
+    monkeypatch.setattr(compile_fx, "clone_preserve_strides", lambda tensor: timed.append(("a copy", *inside)))
+    with timing_kernels_in(place):
         benchmarker.benchmark_gpu("first")
         other = threading.Thread(target=benchmarker.benchmark_gpu, args=("another thread's",))
         other.start()
         other.join()
     benchmarker.benchmark_gpu("last")
-    assert timed == [("first", "outside of the pool", "copies of 8 bytes"), ("another thread's",), ("last",)]
+    assert timed == [
+        ("first", "64 bytes"),
+        ("a copy", "64 bytes", "8 bytes"),
+        *(("another thread's",), ("a copy",), ("last",), ("a copy",)),
+    ]

@@ -41,13 +41,10 @@ def free_layouts() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def timing_kernels_in(
-    place: Callable[[], AbstractContextManager[None]], copies_in: Callable[[int], AbstractContextManager[None]]
-) -> Iterator[None]:
-    """Inside, this thread has Inductor time kernels in ``place()``: it allocates as much as the L2 cache for that.
+def timing_kernels_in(place: Callable[[int], AbstractContextManager[None]]) -> Iterator[None]:
+    """Inside, this thread has Inductor time kernels in ``place(nbytes)``: it allocates as much as the L2 cache there.
 
-    Args:
-        copies_in: where it copies so many bytes that a kernel would write in place.
+    What a kernel writes in place is copied first, in another ``place(nbytes)`` inside of that.
     """
     from torch._inductor.runtime.benchmarking import benchmarker
 
@@ -60,10 +57,11 @@ def timing_kernels_in(
         copy = inductor.clone_preserve_strides
 
         def copy_there(tensor: torch.Tensor) -> torch.Tensor:
-            with copies_in(tensor.untyped_storage().nbytes()):
+            with place(tensor.untyped_storage().nbytes()):
                 return copy(tensor)
 
-        with place(), patch.object(inductor, "clone_preserve_strides", copy_there):
+        cache_nbytes = getattr(benchmarker, "L2_cache_size", sys.maxsize)  # which Triton does not say
+        with place(cache_nbytes), patch.object(inductor, "clone_preserve_strides", copy_there):
             return benchmark(*args, **kwargs)
 
     with patch.object(benchmarker, "benchmark_gpu", benchmark_there):

@@ -10,7 +10,7 @@ Note [Memory for a pool]
     memory runs out, the allocator frees its cache and tries again, but not while this thread allocates from a private
     pool. So this module frees the cache after a warm-up or a capture has failed, and once more before the next
     capture, because what was in the way may be cached by then. What Inductor allocates to time kernels stays outside,
-    but for large copies that fit into free memory of the pool.
+    unless it fits into free memory of the pool.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, ClassVar
 
@@ -84,6 +84,7 @@ class CudaPool:
         self._order = StreamOrder(self._index)  # of the callers' streams that use the pool
         self.enter: Callable[[], object] = self._order.follow  # without a call between: each call of the user's does it
         self._ran_out = False  # whether the last capture ran out of memory
+        self._allocates_inside = True  # whether a warm-up allocates from the private pool
         self._private_pools: weakref.WeakSet[PrivatePool] = weakref.WeakSet()  # the own one and those of old graphs
         self._open_private_pool()
         self._capture_stream = CaptureStream.take(self._index)
@@ -153,27 +154,34 @@ class CudaPool:
     def _with_free_cache(self) -> Iterator[None]:
         """Inside, this thread allocates from the private pool, after the cache was freed: Note [Memory for a pool]."""
         _free_cache()
-        with cuda.use_pool(self._index, self._private_pool.id), timing_kernels_in(self._outside, self._inside_if_free):
+        with cuda.use_pool(self._index, self._private_pool.id), timing_kernels_in(self._with_room_for):
             yield
 
     @contextmanager
-    def _outside(self) -> Iterator[None]:
-        """Inside a warm-up: this thread does not allocate from the private pool, and keeps nothing cached elsewhere."""
-        with cuda.leave_pool(self._index, self._private_pool.id):
-            try:
-                yield
-            finally:
-                _free_cache()
-
-    def _inside_if_free(self, nbytes: int) -> AbstractContextManager[None]:
-        """Where nothing may stay cached: inside, this thread allocates from the private pool again, if that has room
-        for so many bytes, and they would make a segment of their own elsewhere.
+    def _with_room_for(self, nbytes: int) -> Iterator[None]:
+        """Inside a warm-up, for so many bytes that are freed soon: this thread allocates from the private pool if that
+        has room for them, and keeps nothing cached elsewhere if it has not. May be used inside of another one.
         """
-        if nbytes < LEAST_SEGMENT // 2:
-            return nullcontext()
+        was_inside = self._allocates_inside
+        is_inside = self._has_room_for(nbytes) if nbytes >= LEAST_SEGMENT // 2 else was_inside
+        if is_inside == was_inside:
+            yield
+            return
+        self._allocates_inside = is_inside
+        try:
+            with (cuda.use_pool if is_inside else cuda.leave_pool)(self._index, self._private_pool.id):
+                try:
+                    yield
+                finally:
+                    if was_inside:
+                        _free_cache()
+        finally:
+            self._allocates_inside = was_inside
+
+    def _has_room_for(self, nbytes: int) -> bool:
+        """Whether a free block has room for so many bytes, and for small ones beside them."""
         blocks = (block for segment in cuda.pool_segments([self._private_pool.id]) for block in segment["blocks"])
-        is_free = any(block["state"] == "inactive" and block["size"] >= nbytes for block in blocks)
-        return cuda.use_pool(self._index, self._private_pool.id) if is_free else nullcontext()
+        return any(block["state"] == "inactive" and block["size"] >= nbytes + LEAST_SEGMENT for block in blocks)
 
     def _copy_to_caller(self, stream: torch.cuda.Stream, tensors: Tensors) -> list[torch.Tensor]:
         """Copies of these, in memory of the caller's ``stream`` outside of the private pool."""
