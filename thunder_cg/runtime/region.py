@@ -18,7 +18,14 @@ from thunder_cg.analysis.region_io import RegionIO
 from thunder_cg.analysis.sources import users_level
 from thunder_cg.compat.tensors import storage_id, version
 from thunder_cg.compat.torch import IS_PROFILING, profiler_state
-from thunder_cg.errors import CaptureError, CaptureRefused, DisagreementWarning, RanksDiffer, ReplayRefused
+from thunder_cg.errors import (
+    CaptureError,
+    CaptureRefused,
+    DisagreementWarning,
+    RanksDiffer,
+    ReplayRefused,
+    SkipReason,
+)
 from thunder_cg.runtime import skip_reasons
 from thunder_cg.runtime.backend import sentinels
 from thunder_cg.runtime.call import Call, Mode
@@ -30,7 +37,6 @@ from thunder_cg.runtime.inputs import detached, place, with_buffers
 from thunder_cg.runtime.lent import Lent
 from thunder_cg.runtime.outputs import AliasedInput, Outputs
 from thunder_cg.runtime.recording import RegionGraph
-from thunder_cg.runtime.skip_reasons import SkipReason
 from thunder_cg.runtime.tensors import address_if_any, is_leaf_with_grad, is_plain, is_sparse, overlaps_itself
 
 if TYPE_CHECKING:

@@ -27,6 +27,7 @@ from thunder_cg.analysis.sources import SourceLine
 from thunder_cg.compat.guards import names_of
 from thunder_cg.compat.lines import line_in_trace
 from thunder_cg.compat.tensors import tensors_in
+from thunder_cg.errors import CaptureRefused, SkipReason
 from thunder_cg.step.bytecode import instructions
 from thunder_cg.step.calls import is_of_package, line_with_code
 from thunder_cg.step.facts import REQUIRES_GRAD, WITH_HISTORY, Atom, Facts, Same, difference, subject
@@ -102,7 +103,7 @@ def change_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> str |
 
 
 def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_step: bool) -> str:
-    """What to do about a fact that changes in each step, or between steps: "; ...". "" if that may be once only.
+    """What to do about a fact that changes in each step, or between steps. "" if that may be once only.
 
     Args:
         facts: of the state. They and ``roots`` name the optimizers.
@@ -112,49 +113,48 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
     owners = [value for name, value in named.items() if label.startswith(f"{name}.")]
     optimizer = next((value for value in owners if isinstance(value, Optimizer)), None)
     if "['lr']" in label:
-        return f"; {_of_rate(optimizer)}"
+        return _of_rate(optimizer)
     schedulers = [
         name for name, value in named.items() if isinstance(value, LRScheduler) and label.startswith(f"{name}.")
     ]
     if in_step and schedulers:
         scheduled = named[schedulers[0]].optimizer
         is_number = not isinstance(scheduled.param_groups[0]["lr"], Tensor)
-        return f"; call {min(schedulers, key=len)}.step() after the step" + f"; {_of_rate(scheduled)}" * is_number
+        return f"call {min(schedulers, key=len)}.step() after the step" + f"; {_of_rate(scheduled)}" * is_number
     if isinstance(optimizer, torch.optim.LBFGS):
-        return f"; {_OPTIMIZER}; {_make(optimizer)}"
+        return f"{_OPTIMIZER}; {_make(optimizer)}"
     if "['step']" in label and (optimizer is not None or ".state[" in label):
-        return f"; {_OPTIMIZER}; {_OWN_OPTIMIZER if optimizer is None else _make(optimizer)}"
+        return f"{_OPTIMIZER}; {_OWN_OPTIMIZER if optimizer is None else _make(optimizer)}"
     if "['betas']" in label or "['momentum']" in label:
-        return f"; {_CONSTANT}"
+        return _CONSTANT
     are_of_torch = any(isinstance(value, (Optimizer, GradScaler, AveragedModel)) for value in owners)
     is_made = (are_of_torch and " from a tensor" not in change) or fix_if_repeated(change)
     if is_made or (not owners and of_first_step(change)):
         return ""
-    if change.startswith("the state of"):
-        return f"; {_RANDOM}"
     if isinstance(owner := named.get(label), torch.Generator):
-        return f"; {_OWN_GENERATOR}"
-    if change.startswith("what ") and hasattr(owner, "random"):
-        return f"; {_RANDOM}"
+        return _OWN_GENERATOR
+    if change.startswith("the state of") or (change.startswith("what ") and hasattr(owner, "random")):
+        return _RANDOM
     if in_step and change.startswith("what ") and f"len({label})" in facts:
-        return f"; {_KEYS}"
+        return _KEYS
     if label.startswith("_Progress.") or ".optim_step_progress." in label:
-        return f"; {_LIGHTNINGS}"
+        return _LIGHTNINGS
     if not in_step and isinstance(fact := facts.get(label), Atom) and fact.kind is int:
-        return f"; {_DECIDES}; or {_IN_PLACE}"
+        return f"{_DECIDES}; or {_IN_PLACE}"
     then, _, now = change.partition(" changed from ")[2].partition(" to ")
     if in_step and now.endswith(WITH_HISTORY):
-        return "; detach it at the end of the step: a graph keeps no history"
+        return "detach it at the end of the step: a graph keeps no history"
     if in_step and then != now and then.removesuffix(REQUIRES_GRAD) == now.removesuffix(REQUIRES_GRAD):
-        return f"; {_SET_BACK}"
+        return _SET_BACK
+    if not in_step:
+        return _BETWEEN
     counted = f"; {_COUNTED}{_OF_DICTIONARY * label.endswith(']')}" * f"{then}{now}".isdigit()
-    in_step_fix = _ADDS if change.startswith("len(") else _IN_STEP + counted
-    return f"; {in_step_fix if in_step else _BETWEEN}"
+    return _ADDS if change.startswith("len(") else _IN_STEP + counted
 
 
 def fix_if_repeated(change: str) -> str:
     """What to do about what a step makes in the place of None, if each step does."""
-    return f"; {_BETWEEN}" if _IS_MADE.search(change) else ""
+    return _BETWEEN if _IS_MADE.search(change) else ""
 
 
 def of_first_step(change: str) -> str:
@@ -176,7 +176,7 @@ def also_changed(
     roots: Mapping[str, Any],
     line_of: Callable[[str], str],
 ) -> str:
-    """What else keeps the step in Python: "; history['step'] (see train.py:31) changed, too". "" if nothing does.
+    """What else keeps the step in Python: "history['step'] (see train.py:31) changed, too". "" if nothing does.
 
     Only values and lengths are said, of those that belong to one name the first, and nothing that may change once only.
     """
@@ -188,7 +188,7 @@ def also_changed(
             if fix_of_change(str(said), facts, roots, in_step=True):
                 seen.add(root)
                 others.append(label + line_of(str(said)))
-    return f"; {', '.join(others[:_MOST_OTHERS])} changed, too" if others else ""
+    return f"{', '.join(others[:_MOST_OTHERS])} changed, too" if others else ""
 
 
 def _root_of(label: str) -> str:
@@ -198,7 +198,7 @@ def _root_of(label: str) -> str:
 
 def fix_of_moved(moved: str) -> str:
     """What to do about a tensor that the step leaves with other memory, in the words of `StepState.moved_since`."""
-    return f"; write {moved.partition(' got ')[0]} in place, such as by .data.copy_(), or set it outside of the step"
+    return f"write {moved.partition(' got ')[0]} in place, such as by .data.copy_(), or set it outside of the step"
 
 
 def fix_of_argument(value: Any) -> str:
@@ -220,8 +220,9 @@ def fix_of_changed_argument(fact: Any) -> str:
     return "pass it as a tensor on the device" if is_number else "leave it out"
 
 
-def where(error: BaseException) -> str:
-    """The line of the user's that raised, and what to do about it."""
+def reason_of(error: Exception) -> SkipReason:
+    """What a capture raised, at which line of the user's, and what to do about it."""
+    problem, known = error.reason if isinstance(error, CaptureRefused) else (_first_line(error), "")
     frames = [*walk_tb(error.__traceback__)]
     lines = [(frame.f_code.co_filename, line) for frame, line in frames]
     lines = [line_in_trace(*each) or each for each in lines]
@@ -231,7 +232,7 @@ def where(error: BaseException) -> str:
     also = ""
     if users and fix in _OF_HOST:
         if later := [*dict.fromkeys(_later_reads(frames[i] for i in users))]:
-            also = f"; so {'does' if len(later) == 1 else 'do'} {' and '.join(later)}, if it is of a tensor"
+            also = f"so {'does' if len(later) == 1 else 'do'} {' and '.join(later)}, if it is of a tensor"
         fix = _fix_in_torch([frame for frame, _ in frames[users[-1] + 1 :]]) or fix
     others = [each for each in lines[users[-1] + 1 if users else 0 :] if is_of_package(each[0])]
     if users and others and fix in (_READ, _READ_OR_MASK):
@@ -242,11 +243,14 @@ def where(error: BaseException) -> str:
         and (of_line := for_read(SourceLine(*lines[users[-1]]))) != KEEP_ON_DEVICE
     ):
         fix = f"the host reads a value there; {of_line.replace('the compiled function', 'the step')}"
-    end = "" if fix is None else f"; {fix}"
-    if not users:
-        return end
-    package = f", in {line_with_code(*others[-1])}" if others else ""  # whose line would have to change
-    return f", at {line_with_code(*lines[users[-1]])}{package}{end}{also}"
+    if users:
+        problem += f", at {line_with_code(*lines[users[-1]])}"
+        problem += f", in {line_with_code(*others[-1])}" if others else ""  # whose line would have to change
+    return SkipReason(problem, "; ".join(filter(None, (known, fix, also))))
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0].rstrip('.')}"
 
 
 def _later_reads(frames: Iterable[tuple[FrameType, int]]) -> Iterator[str]:

@@ -28,6 +28,7 @@ from thunder_cg.errors import (
     OptionError,
     RanksDiffer,
     ReplayRefused,
+    SkipReason,
     without_frames,
 )
 from thunder_cg.options import StepOptions
@@ -53,7 +54,7 @@ from thunder_cg.step.fixes import (
     fix_of_changed_argument,
     fix_of_moved,
     of_first_step,
-    where,
+    reason_of,
 )
 from thunder_cg.step.gradients import FirstGradients, GraphGradient
 from thunder_cg.step.memory import PythonCall, making_states_apart, nbytes
@@ -69,14 +70,17 @@ _LOOK_AGAIN = 32  # after so many more calls, at the latest
 _MAX_LAYOUTS = 64  # remembered
 _BEFORE, _AFTER = "before the capture of the step", "after the capture of the step"  # what ranks agree at
 _SHAPE = "the shape of "
-_IN_USE = "graphs were replayed since the last call of this kind; raise max_recordings"
 _BETWEEN = ", between calls"
-_IN_TRANSFORM = "a transform of torch.func, such as grad or vmap, is around the step, and a graph has no such tensors"
-_ADDS_TO_FIRST = "an earlier call has made gradients in Python, which a graph has to make if the step adds to them"
+_IN_TRANSFORM = SkipReason(
+    "a transform of torch.func, such as grad or vmap, is around the step, and a graph has no such tensors"
+)
+_ADDS_TO_FIRST = SkipReason(
+    "an earlier call has made gradients in Python, which a graph has to make if the step adds to them"
+)
 _MAX_ELSEWHERE = 2  # graphs that were never replayed since gradients are elsewhere in each call
-_ELSEWHERE = (
-    "the gradients that it reads are in other memory in each call, and somebody holds that memory; make them in the "
-    "step, or hold none of them when it is called"
+_ELSEWHERE = SkipReason(
+    "the gradients that it reads are in other memory in each call, and somebody holds that memory",
+    "make them in the step, or hold none of them when it is called",
 )
 _FIRST = "the first call of its kind: what the step does is noted"
 
@@ -94,7 +98,7 @@ class _Ready:
 class _Refusal:
     """Why calls with a layout are not captured. It holds for the state in which the last of the attempts failed."""
 
-    reason: str
+    reason: SkipReason
     facts: Facts
     attempts: int
     next_look: int  # the call that looks whether the state has changed: to look at each call would cost too much
@@ -115,7 +119,7 @@ class GraphedStep:
 
     Attributes:
         calls, replays, captures: how many calls there were, and what became of them; the others ran in Python.
-        in_python: why calls ran in Python, and how many.
+        skipped: why calls ran in Python, and how many.
         raised: calls whose replay raised.
     """
 
@@ -138,18 +142,18 @@ class GraphedStep:
         self._ready: dict[Any, list[_Ready]] = {}  # by layout, the newest first
         self._communicates: dict[Any, StepCall] = {}  # by layout: the last call in Python; None: whatever its layout
         self._refused: dict[Any, _Refusal] = {}  # by layout
-        self._warned: set[str] = set()
+        self._warned: set[SkipReason] = set()
         self._first_gradients = FirstGradients()
         self._unstable = 0  # calls in a row
         self._called: dict[Any, Called] = {}  # functions that no bytecode names
         self._attributes = Attributes()  # that were looked up
         self._carried: dict[Any, Place] = {}  # by key: see Note [Carried tensors] in places.py
-        self._hopeless = ""  # why the calls after that many run in Python
+        self._hopeless = SkipReason("")  # why the calls after that many run in Python
         self._new_layout: Any = None  # the last one
         self._last_call: dict[Any, int] = {}  # in Python, by layout
         self.calls = self.replays = self.captures = self.raised = 0
-        self.in_python: Counter[str] = Counter()
-        self.fixes: dict[str, str] = {}  # of those reasons that need none where they are true once: "; ..."
+        self.skipped: Counter[SkipReason] = Counter()
+        self.fixes: dict[SkipReason, str] = {}  # of those reasons that need none where they are true once
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, such as one in a copy of the module that has the step, begins anew."""
@@ -162,18 +166,23 @@ class GraphedStep:
         step = vars(owner).get(name := f"graphed {self._fn.__qualname__}")
         return step or vars(owner).setdefault(name, type(self)(MethodType(self._fn, owner), self._options))
 
+    @property
+    def in_python(self) -> Counter[str]:
+        """Why calls ran in Python, in words, and how many."""
+        return Counter({str(reason): times for reason, times in self.skipped.items()})
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._lock:
             self.calls += 1
             if (skipped := skip_reason(self._backend, saves=True)) is not None:
-                return self._run_in_python(args, kwargs, skipped.problem)
+                return self._run_in_python(args, kwargs, SkipReason(skipped.problem))
             if functorch_is_active():
                 return self._run_in_python(args, kwargs, _IN_TRANSFORM)
             try:
                 batch = Batch.of(args, kwargs, self._backend.device_type)
             except CaptureRefused as error:
-                self._warn(str(error))
-                return self._run_in_python(args, kwargs, str(error))
+                self._warn(error.reason)
+                return self._run_in_python(args, kwargs, error.reason)
             call = _Call(args, kwargs, batch, (*batch.layout, *thread_states(), default_group()))
             recording, carried = self._recording_for(call.layout)
             if recording is not None and recording.is_void():
@@ -188,22 +197,24 @@ class GraphedStep:
                     return self._meet(recording, carried, call)
                 return self._replay(recording, carried, call)
             except ReplayRefused as error:
-                return self._run(call, str(error))
+                return self._run(call, error.reason)
 
     def _recording_for(self, layout: Any) -> tuple[StepRecording | None, list[Tensor] | None]:
         """The first recording that is for a call, with what it carries in."""
         found = ((each, each.carried_in(layout)) for each in self.recordings)
         return next((pair for pair in found if pair[1] is not None), (None, None))
 
-    def _run(self, call: _Call, reason: str) -> Any:
+    def _run(self, call: _Call, reason: SkipReason) -> Any:
         return self._run_in_python(call.args, call.kwargs, reason, call.layout)
 
-    def _run_in_python(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str, layout: Any = None) -> Any:
+    def _run_in_python(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: SkipReason, layout: Any = None
+    ) -> Any:
         """Runs the step in Python. The compiled modules in it have their own graphs."""
-        self.in_python[reason] += 1
+        self.skipped[reason] += 1
         groups = self._groups(layout if layout in self._communicates else None)
         votes = Round(groups or [])
-        votes.decline(reason)
+        votes.decline(str(reason))
         with call_of_step(self._backend.device_type, votes) as call:
             result = self._fn(*args, **kwargs)
         self._communicates[layout] = self._communicates[None] = call
@@ -241,7 +252,8 @@ class GraphedStep:
         last_call, self._last_call[layout] = self._last_call.get(layout, self.calls), self.calls
         _forget_oldest(self._last_call)
         if len(self.recordings) == self._max_recordings and self._oldest().last_call > last_call:
-            return self._run(call, f"all {self._max_recordings} {_IN_USE}")
+            problem = f"all {self._max_recordings} graphs were replayed since the last call of this kind"
+            return self._run(call, SkipReason(problem, "raise max_recordings"))
         refusal = self._refused.get(layout)
         if refusal is not None and self.calls < refusal.next_look:
             return self._run(call, refusal.reason)
@@ -255,7 +267,7 @@ class GraphedStep:
         known = self._ready_for(layout, state)
         if not self.captures_pay():
             said = f"it was captured {self.captures} times and replayed {self.replays} times"
-            self._refuse(layout, state.facts, said)
+            self._refuse(layout, state.facts, SkipReason(said))
         elif (
             sum(not each.replays and each.is_for_other_gradients(layout) for each in self.recordings) >= _MAX_ELSEWHERE
         ):
@@ -300,12 +312,12 @@ class GraphedStep:
         calls, votes = Calls(self._backend.device_type), Round(self._groups(call.layout) or [])
         try:
             if state.objection is not None:
-                raise CaptureRefused(state.objection)
+                raise CaptureRefused(*state.objection)
             if (weight := state.kept_by_autocast()) is not None:
                 problem = f"autocast is entered outside of the step, where it may keep {weight} as it was cast before"
-                raise CaptureRefused(f"{problem}; enter it in the step alone")
+                raise CaptureRefused(problem, "enter it in the step alone")
             if (objection := self._communicates[call.layout].objection) is not None:
-                raise RanksDiffer(objection.why, may_pass=objection.may_pass)
+                raise objection
             could_replay = known is not None
             if votes.ask(_BEFORE, self.name, could_replay=could_replay) and known is not None:
                 return self._replay(known, known.state.carried_tensors(), call)
@@ -326,15 +338,15 @@ class GraphedStep:
     def _run_after(self, failure: CaptureRefused | RanksDiffer, state: StepState, call: _Call, calls: Calls) -> Any:
         """A call whose capture failed."""
         if failure.may_pass:
-            self._count_unstable(str(failure))
+            self._count_unstable(failure.reason)
         if isinstance(failure, CallsMore):
             del self._ready[call.layout]
             self._called |= calls.found
             return self._observe(call)
         if not failure.may_pass:
-            self._refuse(call.layout, state.facts, str(failure))
+            self._refuse(call.layout, state.facts, failure.reason)
         with held_back(isinstance(failure, RanksDiffer) and failure.may_pass and self._unstable < _MAX_UNSTABLE):
-            return self._run(call, str(failure))
+            return self._run(call, failure.reason)
 
     def _replay_first(self, recording: StepRecording, call: _Call, ready: _Ready, calls: Calls) -> Any:
         """The first replay of a recording: the capture has run nothing."""
@@ -344,7 +356,7 @@ class GraphedStep:
         try:
             result = self._launch(recording, recording.state.carried_tensors(), call)
         except ReplayRefused as error:
-            is_refused, reason = True, str(error)
+            is_refused, reason = True, error.reason
         finally:
             recording.end_capture(undo=is_refused)
             if only_once is not None:
@@ -362,28 +374,29 @@ class GraphedStep:
         self, recording: StepRecording, problem: CaptureRefused, layout: Any, ready: _Ready, calls: Calls
     ) -> None:
         """See Note [Captures of one call] in recording.py."""
-        self.in_python[str(problem)] += 1
+        self.skipped[problem.reason] += 1
         if not isinstance(problem, CallsMore):
             if not self.recordings:
                 self.release()
             if problem.may_pass:
-                self._count_unstable(str(problem))
+                self._count_unstable(problem.reason)
             else:
-                self._refuse(layout, recording.state.facts, str(problem))
+                self._refuse(layout, recording.state.facts, problem.reason)
             return
         self._called |= calls.found
-        self._count_unstable(str(problem))
+        self._count_unstable(problem.reason)
         whole = self._whole_state()
         if self._attributes.observe(whole.kinds, whole.compiled_kinds):
             del self._ready[layout]
         else:
             self._ready[layout] = [replace(ready, facts=self._state().facts)]
 
-    def _count_unstable(self, reason: str, fix: str = "") -> None:
+    def _count_unstable(self, reason: SkipReason) -> None:
         """Counts a call that does not lead to a replay, and why."""
         self._unstable += 1
         if self._unstable == _MAX_UNSTABLE:
-            self._hopeless = f"{reason}{'' if reason.endswith(_BETWEEN) else ', in each step'}{fix}"
+            when = "" if reason.problem.endswith(_BETWEEN) else ", in each step"
+            self._hopeless = SkipReason(reason.problem + when, reason.fix)
             self._warn(self._hopeless)
 
     def _note(self, state: StepState, call: _Call) -> Any:
@@ -416,9 +429,9 @@ class GraphedStep:
             kept = 0 if self._groups(layout) else self._max_recordings - 1  # ranks may not find the same one
             self._ready[layout] = [ready, *self._ready.pop(layout, ())[:kept]]
             _forget_oldest(self._ready)
-            is_new_shape = reason.startswith(_SHAPE)
-            if not (is_new_shape or reason.startswith(_FIRST)):
-                self._count_unstable(reason, fix or fix_if_repeated(reason))
+            is_new_shape = reason.problem.startswith(_SHAPE)
+            if not (is_new_shape or reason.problem.startswith(_FIRST)):
+                self._count_unstable(SkipReason(reason.problem, fix or fix_if_repeated(reason.problem)))
             elif is_new_shape and len(self._ready) == _MAX_UNSTABLE and not self.captures:
                 self._warn(reason)
             return result
@@ -426,34 +439,34 @@ class GraphedStep:
         found = self._state() if is_new else state
         change = moved or str(change)
         change += state.line_of(change) if fix or fix_if_repeated(change) else ""
-        if fix and not moved:
-            fix += also_changed(change, before, now, state.facts, self._roots, state.line_of)
+        if fix and not moved and (also := also_changed(change, before, now, state.facts, self._roots, state.line_of)):
+            fix += f"; {also}"
         # A hook is the cause, maybe. What changes once, as the first step's state does, is not what is in the way.
         objection = found.hooked or (None if fix else found.objection)
-        self.in_python -= Counter([reason])
-        self.in_python[objection or f"{change}, in the step{fix or of_first_step(change)}"] += 1
+        self.skipped -= Counter([reason])
+        self.skipped[objection or SkipReason(f"{change}, in the step{'' if fix else of_first_step(change)}", fix)] += 1
         if objection is not None:
             self._refuse(layout, state.facts, objection)
         else:
-            self._count_unstable(change, fix or fix_if_repeated(change))
+            self._count_unstable(SkipReason(change, fix or fix_if_repeated(change)))
         return result
 
-    def _what_is_new(self, layout: Any, known: _Ready | None, state: StepState) -> tuple[str, str]:
+    def _what_is_new(self, layout: Any, known: _Ready | None, state: StepState) -> tuple[SkipReason, str]:
         """Why a call runs in Python and is noted, and what to do about that if it is so in each call."""
         if known is not None and (change := change_between(known.facts, state.facts)) is not None:
             fix = fix_of_change(change, state.facts, self._roots, in_step=False)
-            return f"{change}{state.line_of(change) if fix else ''}{_BETWEEN}", fix
+            return SkipReason(f"{change}{state.line_of(change) if fix else ''}{_BETWEEN}"), fix
         before, self._new_layout = self._new_layout, layout
         states = [named(each[3:]) for each in (before, layout) if each is not None]
         if len(states) == 2 and (change := change_between(*states)) is not None:
-            return f"{_FIRST}, since {change}", ""
+            return SkipReason(f"{_FIRST}, since {change}"), ""
         if before is not None and (changed := changed_argument(before, layout)) is not None:
             name, then, now = changed
             said = f"{name} changed from {then!r:.80} to {now!r:.80}"
             if name.startswith(_SHAPE):
-                return f"{said}; {for_shapes((then, now))}", ""
-            return said, f"; {fix_of_changed_argument(now)}"
-        return _FIRST, ""
+                return SkipReason(said, for_shapes((then, now))), ""
+            return SkipReason(said), fix_of_changed_argument(now)
+        return SkipReason(_FIRST), ""
 
     def _capture(self, state: StepState, call: _Call, ready: _Ready, calls: Calls, votes: Round) -> StepRecording:
         """Captures the step, which runs nothing. `CaptureRefused` or `RanksDiffer` if that cannot be."""
@@ -473,7 +486,7 @@ class GraphedStep:
             if not set(groups) == calls.groups.keys() >= {*captured.groups}:
                 problem = "it communicates in other groups than the call before, in which another thread may have"
                 fix = "call the functions of torch.distributed, since those that C++ calls are not seen"
-                raise RanksDiffer(f"{problem}; {fix}", may_pass=True)
+                raise RanksDiffer(problem, fix, may_pass=True)
             votes.ask(_AFTER, {group: " ".join(each.name for each in begun) for group, begun in calls.groups.items()})
 
         if any_autocast_enabled():
@@ -490,10 +503,8 @@ class GraphedStep:
                 recording = capture.run()
         except (CaptureLater, NoRoom, RanksDiffer):
             raise
-        except CaptureRefused as error:
-            raise CaptureRefused(calls.objection or f"{error}{where(error)}") from error
         except Exception as error:
-            raise CaptureRefused(calls.objection or f"{_said(error)}{where(error)}") from error
+            raise CaptureRefused(*(calls.objection or reason_of(error))) from error
         finally:
             if any_autocast_enabled():  # it holds weights in the pool
                 torch.clear_autocast_cache()
@@ -525,7 +536,7 @@ class GraphedStep:
             may_pass = len(self.recordings) < kept
             if expected is None and not may_pass:
                 self._ready[layout] = [replace(each, needs=arena.nbytes()) for each in self._ready[layout]]
-            raise NoRoom(str(reason), may_pass=may_pass)
+            raise NoRoom(*reason, may_pass=may_pass)
 
     def captures_pay(self) -> bool:
         """Whether captures up to now have been replayed often enough for one more."""
@@ -544,14 +555,14 @@ class GraphedStep:
         self._last = None
         recording.close()
 
-    def _refuse(self, layout: Any, facts: Facts, reason: str) -> None:
+    def _refuse(self, layout: Any, facts: Facts, reason: SkipReason) -> None:
         """Calls with the layout run in Python until their state changes. Each attempt that fails doubles the wait."""
         attempts = self._refused[layout].attempts + 1 if layout in self._refused else 1
         self._refused[layout] = _Refusal(reason, facts, attempts, self.calls + 2**attempts)
         _forget_oldest(self._refused)
         self._warn(reason)
 
-    def _warn(self, reason: str) -> None:
+    def _warn(self, reason: SkipReason) -> None:
         """Once for each reason."""
         if reason in self._warned:
             return
@@ -608,10 +619,6 @@ def _detached(result: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             leaves[i] = detached.setdefault(id(leaf), leaf.detach())
     return tree_unflatten(leaves, tree)
-
-
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0].rstrip('.')}"
 
 
 def graphed_step(

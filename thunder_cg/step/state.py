@@ -27,7 +27,7 @@ from thunder_cg.compat.distributed import local_tensor
 from thunder_cg.compat.guards import addresses_equal, attribute_guard, names_of, tensor_guards
 from thunder_cg.compat.settings import inside_autocast
 from thunder_cg.compat.tensors import has_storage, is_wrapper, storage_id, tensors_in
-from thunder_cg.errors import CaptureRefused
+from thunder_cg.errors import CaptureRefused, SkipReason
 from thunder_cg.runtime.tensors import has_history, layout, same_tensors
 from thunder_cg.step.attributes import Attributes, Names, only_sets
 from thunder_cg.step.collector import CONTAINERS, Collector, is_simple
@@ -64,7 +64,7 @@ class StepState:
         parameters: those of them that get gradients, or may have one: frozen ones, what an optimizer has, and those
             that the step names.
         averages: moving averages of models that have been updated once.
-        objection: why no graph would be right, in words; None if one may be.
+        objection: why no graph would be right; None if one may be.
         hooked: the same, if it is a hook or a wrapper of PyTorch's, whose Python may be why something changes.
     """
 
@@ -95,8 +95,8 @@ class StepState:
         self.objects = [*others.objects, *heavy.objects]
         self._growing += self._reads_of_objects()
         self.facts = Facts.of(simple.facts, others.facts, heavy.facts, self._facts_of_growing())
-        self.hooked = self._said(*simple.hooked, *others.hooked, *heavy.hooked)
-        self.objection = self.hooked or self._said(*simple.objections, *others.objections, *heavy.objections)
+        self.hooked = self._first(*simple.hooked, *others.hooked, *heavy.hooked)
+        self.objection = self.hooked or self._first(*simple.objections, *others.objections, *heavy.objections)
         self.tensors = [*{**simple.tensors, **others.tensors, **heavy.tensors}.values()]
         self.memory = [*map(local_tensor, self.tensors)]
         self.with_memory = [*{id(tensor): tensor for tensor in (*self.tensors, *self.memory)}.values()]
@@ -220,7 +220,8 @@ class StepState:
         collector.add_definitions()
         for name, hooks in global_hooks():
             collector.facts[name] = len(hooks)
-            collector.hooked += [f"{name}: PyTorch has a hook for all of them, which runs Python"] * bool(hooks)
+            if hooks:
+                collector.hooked.append(SkipReason(f"{name}: PyTorch has a hook for all of them, which runs Python"))
         return collector
 
     def guard_tensors(self, arguments: Sequence[Tensor]) -> None:
@@ -237,10 +238,10 @@ class StepState:
             if is_wrapper(tensor) or not (isinstance(tensor, nn.Parameter) or kind in (Tensor, nn.Buffer)):
                 raise CaptureRefused(f"the step uses a {kind.__name__}, which is no plain tensor")
             if tensor.is_nested:
-                raise CaptureRefused("the step uses a nested tensor, which has no shape; pad it")
+                raise CaptureRefused("the step uses a nested tensor, which has no shape", "pad it")
             if tensor.is_inference():
                 problem = "the step uses a tensor made in inference mode, which does not show who writes to it"
-                raise CaptureRefused(f"{problem}; clone it outside of inference mode, or make it in no_grad()")
+                raise CaptureRefused(problem, "clone it outside of inference mode, or make it in no_grad()")
             if not has_storage(tensor):
                 raise CaptureRefused(f"the step uses a tensor with the layout {tensor.layout}, which has no address")
         self._metadata = tensor_guards(self.with_memory)
@@ -300,13 +301,12 @@ class StepState:
         self._hooks_registered = registered_hooks()
         return True
 
-    def _said(self, *objections: str) -> str | None:
+    def _first(self, *objections: SkipReason) -> SkipReason | None:
         """The first one, with the line of the user's code that names what it is about."""
         if not objections:
             return None
-        problem, *fix = objections[0].split("; ", 1)
-        line = "" if re.search(r":\d", problem) else self.line_of(problem)
-        return "; ".join((problem + line, *fix))
+        problem, fix = objections[0]
+        return SkipReason(problem if re.search(r":\d", problem) else problem + self.line_of(problem), fix)
 
     def line_of(self, change: str) -> str:
         """The line of the user's code that names what a change is of: " (see train.py:31)"; "" if none is known.
