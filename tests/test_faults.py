@@ -661,7 +661,8 @@ def test_strict(pair, backend, fail, trace):
             said = twins.fails(CaptureError)
             op = program.ops.ops[index]
             assert said.startswith(f"{program.label}, {program.regions[0].name}: {op.name} {program.ops.place(op)}: ")
-            assert re.search(reason, said) and "deny=[...]" in said and "strict=" in said
+            denied = "..." if reason == KINDS["memory"][1] else repr(op.deny_name)
+            assert re.search(reason, said) and f"deny=[{denied}]" in said and "strict=" in said
             if trace == 0:
                 same(twins.graphed.get_buffer("total"), before)
             twins.sync()

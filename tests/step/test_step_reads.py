@@ -1561,7 +1561,9 @@ def test_names_that_globals_gives():
     calls.watch()
     globals()["SCALE"]
     calls.end()
-    assert str(calls.objection).startswith("what globals() gives is not compared before a replay, at test_step_reads.py:")
+    assert str(calls.objection).startswith(
+        "what globals() gives is not compared before a replay, at test_step_reads.py:"
+    )
 
 
 UNCOMPARED = {

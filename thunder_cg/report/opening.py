@@ -321,9 +321,8 @@ def deselected(report: Report) -> Iterator[str]:
     """The regions that ``select="measured"`` leaves eager, with both times, and what to do."""
     regions = [region for trace in report.traces for region in trace.regions if region.deselected]
     if regions:
-        said = [(region.name, *str(region.failure).partition("; ")) for region in regions]
-        names = ", ".join(f"{name} ({times})" for name, times, *_ in said)
-        yield f'select="measured" leaves eager what does not pay: {names}. To change that: {said[0][-1]}.'
+        names = ", ".join(f"{region.name} ({region.failure})" for region in regions)
+        yield f'select="measured" leaves eager what does not pay: {names}. To change that: {regions[0].fix}.'
 
 
 def _graph(region: RegionReport) -> float:

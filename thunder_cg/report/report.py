@@ -71,6 +71,7 @@ class RegionReport:
     # Why it runs eagerly: it could not be captured; its graph did not do what its ops do, if it is quarantined; it does
     # not pay, if it is deselected. None if it is captured.
     failure: str | None
+    fix: str = ""  # what would change that; "" if the next call may do better
     quarantined: bool = False
     deselected: bool = False  # whether the failure is that it does not pay, and `select="measured"` leaves it eager
     verified: int = 0  # how many replays were compared with an eager run, which is `verify=`
@@ -361,7 +362,8 @@ def _region(program: Program, region: RuntimeRegion, times: Times) -> RegionRepo
         device=region.planned.device,
         ops=len(region.planned.ops),
         split=region.planned.split,
-        failure=region.failure,
+        failure=region.failure and region.failure.problem,
+        fix=region.failure.fix if region.failure else "",
         quarantined=region.disagreement is not None,
         deselected=region.is_deselected,
         remark=region.remark,
