@@ -9,12 +9,13 @@ from functools import lru_cache
 
 from thunder_cg.analysis.rules import FIXED_SIZE, KEEP_ON_DEVICE
 from thunder_cg.analysis.sources import SourceLine
+from thunder_cg.errors import SkipReason
 
 _BRANCH = "choose with torch.where(condition, a, b), which computes both, or branch outside of the compiled function"
 _NO_GRADIENT = "; in training under torch.no_grad(), as a number has no gradient"
-NUMBER_OF_DYNAMO = (
-    "takes a number that is read from a tensor, which Thunder does not take from a graph of Dynamo's; keep the number "
-    "on the device, as a 0-dim tensor"
+NUMBER_OF_DYNAMO = SkipReason(
+    "takes a number that is read from a tensor, which Thunder does not take from a graph of Dynamo's",
+    "keep the number on the device, as a 0-dim tensor",
 )
 _COMPUTED = "leave the read out: operators take a 0-dim tensor in the place of a number"
 _CLAMPED = f"torch.clamp(value, min=...) in the place of max(), with max= for min(), of a 0-dim tensor{_NO_GRADIENT}"
