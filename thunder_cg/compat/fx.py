@@ -84,16 +84,22 @@ def reads_values(node: Node, function: Callable[..., Any]) -> bool:
     return False
 
 
+def _calls_without_autocast(node: Node, function: Callable[..., Any]) -> list[tuple[Any, list[torch.dtype]]] | None:
+    """The same without its autocasts; None if the call raises, as it does for tensors of two dtypes."""
+    calls = _Calls()
+    try:
+        on_examples(no_autocast(function), example(node.args), example(node.kwargs), inside=calls)
+    except RuntimeError:
+        return None
+    return calls.found
+
+
 def depends_on_autocast(node: Node, function: Callable[..., Any]) -> bool:
     """Whether the autocast that a node is inside of casts what the function that it calls gets, or what is inside."""
     if not any(autocasts_at(node)):
         return False
-    without = _Calls()
-    try:
-        on_examples(no_autocast(function), example(node.args), example(node.kwargs), inside=without)
-    except RuntimeError:  # of two dtypes
-        return True
-    return _calls_of(node, function) != without.found
+    without = _calls_without_autocast(node, function)
+    return without is None or _calls_of(node, function) != without
 
 
 def dtype_of_casts(node: Node) -> torch.dtype | None:
@@ -108,19 +114,19 @@ def dtype_of_casts(node: Node) -> torch.dtype | None:
     if not callable(function) or isinstance(function, HigherOrderOperator) or len(results) != 1 or inputs <= results:
         return None
     (dtype,) = results
-    if not depends_on_autocast(node, function):
-        return None
 
     def cast(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype in AUTOCAST_DTYPES else leaf
 
-    calls = _Calls()
-    call = no_autocast(lambda *args, **kwargs: function(*tree_map(cast, args), **tree_map(cast, kwargs)))
-    try:
-        on_examples(call, example(node.args), example(node.kwargs), inside=calls)
-    except RuntimeError:
+    def on_casts(*args: Any, **kwargs: Any) -> Any:
+        return function(*tree_map(cast, args), **tree_map(cast, kwargs))
+
+    if not any(autocasts_at(node)) or (expected := _calls_without_autocast(node, on_casts)) is None:
         return None
-    return dtype if _without_casts(_calls_of(node, function)) == _without_casts(calls.found) else None
+    calls = _calls_of(node, function)
+    if calls == _calls_without_autocast(node, function):
+        return None
+    return dtype if _without_casts(calls) == _without_casts(expected) else None
 
 
 def _without_casts(calls: list[tuple[Any, list[torch.dtype]]]) -> list[Any]:
