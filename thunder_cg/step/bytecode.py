@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dis
 import types
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ ADDED_TO = "+="  # in the place of an attribute: the code only adds to what the 
 _ADDS = {"+=", "-=", "+", "-", "INPLACE_ADD", "INPLACE_SUBTRACT", "BINARY_ADD", "BINARY_SUBTRACT"}
 GROWS = {"append", "extend"}
 _LOOKUPS = {"LOAD_ATTR", "LOAD_METHOD"}
+_ATTRIBUTES = {*_LOOKUPS, "STORE_ATTR"}
 _ITEM = ["LOAD_CONST", "BINARY_SUBSCR"]
 _COPIES = {"COPY", "DUP_TOP", "DUP_TOP_TWO"}
 _NEUTRAL = {"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", *_COPIES}  # what was loaded last stays on top of the stack
@@ -47,6 +47,9 @@ class Chain:
     name: str
     attributes: tuple[Any, ...] = ()  # names, or an `Item`
 
+    def attribute(self, name: Any) -> Chain:
+        return replace(self, attributes=(*self.attributes, name))
+
 
 @cache
 def chains(code: types.CodeType) -> Mapping[Chain, int]:
@@ -56,54 +59,56 @@ def chains(code: types.CodeType) -> Mapping[Chain, int]:
     Of ``cfg = self.cfg; return cfg.scale * a.b`` it is ``self.cfg``, ``self.cfg.scale`` and the attribute ``b`` of the
     global ``a``; of ``from a.b import c`` the attribute ``c`` of the module ``a.b``.
     """
-    found: dict[Chain, list[int]] = {}
+    lines: dict[Chain, list[int]] = {}
+    for chain, line in _own_chains(code):
+        lines.setdefault(chain, []).append(line)
+    for chain, line in _chains_of_inner(code):
+        lines.setdefault(chain, [line])
     stores = {line for name, _, line, _ in instructions(code) if name in _STORES}
+    return {chain: next((line for line in each if line in stores), each[0]) for chain, each in lines.items()}
+
+
+def _own_chains(code: types.CodeType) -> Iterator[tuple[Chain, int]]:
+    """The chains of a code without the functions in it, each time with the line of the last name."""
     aliases: dict[str, Chain | None] = {}  # variables of the function that stand for a chain; None: for several
-    current: Chain | None = None
-    current_line = code.co_firstlineno
+    chain: Chain | None = None  # what the last instructions have named
     imported: Chain | None = None  # what the names after IMPORT_FROM are attributes of
-    is_dotted = False
-    arguments: deque[Any] = deque([0, None], maxlen=2)  # of the last two instructions
-
-    def end() -> None:
-        if current is not None:
-            found.setdefault(current, []).append(current_line)
-
-    for name, value, line, _ in instructions(code):
-        level, names = arguments
-        arguments.append(value)
-        if name in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR") and current is not None:
-            current, current_line = Chain(current.scope, current.name, (*current.attributes, value)), line
+    line, is_dotted, each_of = code.co_firstlineno, False, [*instructions(code)]
+    for i, (name, value, now, _) in enumerate(each_of):
+        if name in _ATTRIBUTES and chain is not None:
+            chain, line = chain.attribute(value), now
             if name != "STORE_ATTR":
                 continue
-        names_module = current is not None and current.scope == "import" and not current.attributes
-        if not (names_module and name in ("IMPORT_FROM", "STORE_FAST")):
-            end()  # a name for a whole module reads nothing of it
-        if name == "STORE_FAST" and current is not None:
-            aliases[value] = None if value in aliases else current
-        elif name == "STORE_FAST":
-            aliases[value] = None
+        names_module = chain is not None and chain.scope == "import" and not chain.attributes
+        if chain is not None and not (names_module and name in ("IMPORT_FROM", "STORE_FAST")):
+            yield chain, line  # a name for a whole module reads nothing of it
+        if name == "STORE_FAST":
+            aliases[value] = None if value in aliases else chain
+        line = now
         if name == "IMPORT_NAME":
-            current = imported = Chain("import", "." * level + value if names else value.partition(".")[0])
+            level, names = (each.value for each in each_of[i - 2 : i])
+            chain = imported = Chain("import", "." * level + value if names else value.partition(".")[0])
             is_dotted = not names
         elif name == "IMPORT_FROM" and imported is not None:
-            current = Chain("import", imported.name, (*imported.attributes, value))
-            imported = current if is_dotted else imported  # of ``import a.b as c``
+            chain = imported.attribute(value)
+            imported = chain if is_dotted else imported  # of ``import a.b as c``
         else:
-            current = _begun(name, value, aliases)
-        current_line = line
-        if name in ("STORE_GLOBAL", "STORE_DEREF"):
-            end()
-            current = None
-    end()
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            for chain, line in chains(constant).items():
-                if chain.scope in ("global", "import") or (chain.scope == "cell" and chain.name in code.co_freevars):
-                    found.setdefault(chain, [line])
-                elif chain.scope == "cell" and chain.name in code.co_varnames[:1]:
-                    found.setdefault(Chain("local", chain.name, chain.attributes), [line])
-    return {chain: next((line for line in lines if line in stores), lines[0]) for chain, lines in found.items()}
+            chain = _begun(name, value, aliases)
+        if chain is not None and name in ("STORE_GLOBAL", "STORE_DEREF"):
+            yield chain, line
+            chain = None
+    if chain is not None:
+        yield chain, line
+
+
+def _chains_of_inner(code: types.CodeType) -> Iterator[tuple[Chain, int]]:
+    """The chains of functions in a code that begin outside of that, or with its first argument."""
+    for inner in code.co_consts:
+        for chain, line in chains(inner).items() if isinstance(inner, types.CodeType) else ():
+            if chain.scope in ("global", "import") or (chain.scope == "cell" and chain.name in code.co_freevars):
+                yield chain, line
+            elif chain.scope == "cell" and chain.name in code.co_varnames[:1]:
+                yield replace(chain, scope="local"), line
 
 
 def _begun(name: str, value: Any, aliases: dict[str, Chain | None]) -> Chain | None:
