@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from traceback import walk_tb
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,9 @@ from thunder_cg.step.bytecode import instructions
 from thunder_cg.step.calls import is_of_package, line_with_code
 from thunder_cg.step.facts import REQUIRES_GRAD, WITH_HISTORY, Atom, Facts, Same, difference, subject
 from thunder_cg.step.packages import is_installed, is_users
+
+if TYPE_CHECKING:
+    from thunder_cg.step.state import StepState
 
 _ONCE = {
     r"the priorities of torch\.nn\.attention\.sdpa_kernel": "PyTorch does at the first attention",
@@ -168,13 +171,19 @@ def _of_rate(optimizer: Optimizer | None) -> str:
     return _RATE if follows or optimizer is None else f"{_RATE}, and {_make(optimizer)}"
 
 
-def also_changed(
-    change: str,
-    before: Mapping[str, Any],
-    after: Mapping[str, Any],
-    facts: Facts,
-    roots: Mapping[str, Any],
-    line_of: Callable[[str], str],
+def reason_of_change(
+    before: Mapping[str, Any], after: Mapping[str, Any], state: StepState, roots: Mapping[str, Any]
+) -> SkipReason | None:
+    """The first fact that a step changes, with its line, and what to do about it; None if it changes none."""
+    if (change := change_between(before, after)) is None:
+        return None
+    if fix := fix_of_change(change, state.facts, roots, in_step=True):
+        fix = "; ".join(filter(None, (fix, _also_changed(change, before, after, state, roots))))
+    return SkipReason(change + (state.line_of(change) if fix or fix_if_repeated(change) else ""), fix)
+
+
+def _also_changed(
+    change: str, before: Mapping[str, Any], after: Mapping[str, Any], state: StepState, roots: Mapping[str, Any]
 ) -> str:
     """What else keeps the step in Python: "history['step'] (see train.py:31) changed, too". "" if nothing does.
 
@@ -185,20 +194,15 @@ def also_changed(
         is_number = isinstance(value, (Atom, int))  # or a length; a tensor may have several names
         if is_number and after.get(label, value) != value and (root := _root_of(label)) not in seen:
             said = difference({label: value}, {label: after[label]})
-            if fix_of_change(str(said), facts, roots, in_step=True):
+            if fix_of_change(str(said), state.facts, roots, in_step=True):
                 seen.add(root)
-                others.append(label + line_of(str(said)))
+                others.append(label + state.line_of(str(said)))
     return f"{', '.join(others[:_MOST_OTHERS])} changed, too" if others else ""
 
 
 def _root_of(label: str) -> str:
     """A name, or an attribute of the step's own object, which has all that a trainer keeps."""
     return re.sub(r"(?<!^self)[.\[ )].*", "", subject(label))
-
-
-def fix_of_moved(moved: str) -> str:
-    """What to do about a tensor that the step leaves with other memory, in the words of `StepState.moved_since`."""
-    return f"write {moved.partition(' got ')[0]} in place, such as by .data.copy_(), or set it outside of the step"
 
 
 def fix_of_argument(value: Any) -> str:

@@ -47,14 +47,13 @@ from thunder_cg.step.batch import Batch, changed_argument
 from thunder_cg.step.calls import Calls
 from thunder_cg.step.facts import Facts
 from thunder_cg.step.fixes import (
-    also_changed,
     change_between,
     fix_if_repeated,
     fix_of_change,
     fix_of_changed_argument,
-    fix_of_moved,
     of_first_step,
     reason_of,
+    reason_of_change,
 )
 from thunder_cg.step.gradients import FirstGradients, GraphGradient
 from thunder_cg.step.memory import PythonCall, making_states_apart, nbytes
@@ -249,37 +248,44 @@ class GraphedStep:
     def _observe(self, call: _Call) -> Any:
         """A call that no recording is for: captures it, if an earlier one did the same, else runs it in Python."""
         layout = call.layout
+        is_hopeless = self._unstable >= _MAX_UNSTABLE and not meets(self._groups(layout) or [])
+        if (reason := self._why_not_looked_at(layout, is_hopeless)) is not None:
+            return self._run(call, reason)
+        state = self._state()
+        if (reason := self._why_refused(layout, state)) is not None:
+            return self._run(call, reason)
+        ready = self._ready_for(layout, state) if self.captures_pay() else None
+        adds_to_first = ready is not None and self._first_gradients.are_added_to()
+        if ready is not None and not adds_to_first and self._groups(layout) is not None:
+            return self._try_capture(state, call, ready)
+        with held_back(not is_hopeless):
+            return self._run(call, _ADDS_TO_FIRST) if adds_to_first else self._note(state, call)
+
+    def _why_not_looked_at(self, layout: Any, is_hopeless: bool) -> SkipReason | None:
+        """Why a call runs in Python whatever its state is; None if it may be captured or noted."""
         last_call, self._last_call[layout] = self._last_call.get(layout, self.calls), self.calls
         _forget_oldest(self._last_call)
         if len(self.recordings) == self._max_recordings and self._oldest().last_call > last_call:
             problem = f"all {self._max_recordings} graphs were replayed since the last call of this kind"
-            return self._run(call, SkipReason(problem, "raise max_recordings"))
-        refusal = self._refused.get(layout)
-        if refusal is not None and self.calls < refusal.next_look:
-            return self._run(call, refusal.reason)
-        hopeless = self._unstable >= _MAX_UNSTABLE and not meets(self._groups(layout) or [])
-        if hopeless and self.calls % _LOOK_AGAIN:
-            return self._run(call, self._hopeless)
-        state = self._state()
-        if refusal is not None and refusal.facts == state.facts:
+            return SkipReason(problem, "raise max_recordings")
+        if (refusal := self._refused.get(layout)) is not None and self.calls < refusal.next_look:
+            return refusal.reason
+        return self._hopeless if is_hopeless and self.calls % _LOOK_AGAIN else None
+
+    def _why_refused(self, layout: Any, state: StepState) -> SkipReason | None:
+        """Why a call from this state runs in Python, and need not be noted; None if it may be captured or noted."""
+        if (refusal := self._refused.get(layout)) is not None and refusal.facts == state.facts:
             refusal.next_look = self.calls + min(self.calls, _LOOK_AGAIN)
-            return self._run(call, refusal.reason)
-        known = self._ready_for(layout, state)
+            return refusal.reason
         if not self.captures_pay():
-            said = f"it was captured {self.captures} times and replayed {self.replays} times"
-            self._refuse(layout, state.facts, SkipReason(said))
-        elif (
-            sum(not each.replays and each.is_for_other_gradients(layout) for each in self.recordings) >= _MAX_ELSEWHERE
-        ):
-            self._refuse(layout, state.facts, _ELSEWHERE)
-            return self._run(call, _ELSEWHERE)
-        elif known is not None and self._first_gradients.are_added_to():
-            with held_back(not hopeless):
-                return self._run(call, _ADDS_TO_FIRST)
-        elif known is not None and self._groups(layout) is not None:
-            return self._try_capture(state, call, known)
-        with held_back(not hopeless):
-            return self._note(state, call)
+            problem = f"it was captured {self.captures} times and replayed {self.replays} times"
+            self._refuse(layout, state.facts, SkipReason(problem))
+            return None
+        never_replayed = (each for each in self.recordings if not each.replays)
+        if sum(each.is_for_other_gradients(layout) for each in never_replayed) < _MAX_ELSEWHERE:
+            return None
+        self._refuse(layout, state.facts, _ELSEWHERE)
+        return _ELSEWHERE
 
     def _meet(self, recording: StepRecording, carried: Sequence[Tensor], call: _Call) -> Any:
         """Replays, or captures anew if another rank needs that. See Note [Meetings] in groups.py."""
@@ -401,58 +407,60 @@ class GraphedStep:
 
     def _note(self, state: StepState, call: _Call) -> Any:
         """Runs a call in Python, and notes whether it leaves the state as it was."""
-        layout = call.layout
-        reason, fix = self._what_is_new(layout, next(iter(self._ready.get(layout, ())), None), state)
+        reason, fix = self._what_is_new(call.layout, state)
         self.fixes[reason] = fix
         whole = self._whole_state()
         is_new, seen = self._attributes.observe(whole.kinds, whole.compiled_kinds), self._attributes.seen
-        outside = states_outside(whole.device)
-        python, places = PythonCall(whole, self._backend), state.places_of_tensors()
-        states_apart, gradients = (
-            making_states_apart(whole, self._backend),
-            self._first_gradients.noted(whole.parameters),
-        )
+        outside, python = states_outside(whole.device), PythonCall(whole, self._backend)
+        places, places_of_whole = state.places_of_tensors(), whole.places_of_tensors()
+        states_apart = making_states_apart(whole, self._backend)
+        gradients = self._first_gradients.noted(whole.parameters)
         with states_apart, gradients, self._attributes.watched(whole.objects):
             result = self._run(call, reason)
         if is_new := is_new or self._attributes.seen != seen:
-            state = whole
-        moved = None if is_new else state.moved_since(places, may_move=True)
+            state, places = whole, places_of_whole
         after = state.again()
         carried = newly_carried(state, after, places)
         self._carried |= {place.key: place for place in carried.values()}
         before, now = outside | state.facts, states_outside(state.device) | after.facts
-        change = change_between(*({k: v for k, v in each.items() if k not in carried} for each in (before, now)))
-        if change is None and moved is None:
+        before, now = ({label: v for label, v in each.items() if label not in carried} for each in (before, now))
+        change = None if is_new else state.moved_since(places, may_move=True)
+        change = change or reason_of_change(before, now, state, self._roots)
+        if change is None:
             needs = python.allocated(after)
             facts = self._state().facts if is_new or carried else state.facts
-            ready = _Ready(facts, needs + nbytes(call.batch.tensors), needs)
-            kept = 0 if self._groups(layout) else self._max_recordings - 1  # ranks may not find the same one
-            self._ready[layout] = [ready, *self._ready.pop(layout, ())[:kept]]
-            _forget_oldest(self._ready)
-            is_new_shape = reason.problem.startswith(_SHAPE)
-            if not (is_new_shape or reason.problem.startswith(_FIRST)):
-                self._count_unstable(SkipReason(reason.problem, fix or fix_if_repeated(reason.problem)))
-            elif is_new_shape and len(self._ready) == _MAX_UNSTABLE and not self.captures:
-                self._warn(reason)
-            return result
-        fix = fix_of_moved(moved) if moved else fix_of_change(str(change), state.facts, self._roots, in_step=True)
-        found = self._state() if is_new else state
-        change = moved or str(change)
-        change += state.line_of(change) if fix or fix_if_repeated(change) else ""
-        if fix and not moved and (also := also_changed(change, before, now, state.facts, self._roots, state.line_of)):
-            fix += f"; {also}"
-        # A hook is the cause, maybe. What changes once, as the first step's state does, is not what is in the way.
-        objection = found.hooked or (None if fix else found.objection)
-        self.skipped -= Counter([reason])
-        self.skipped[objection or SkipReason(f"{change}, in the step{'' if fix else of_first_step(change)}", fix)] += 1
-        if objection is not None:
-            self._refuse(layout, state.facts, objection)
+            self._note_ready(call, reason, _Ready(facts, needs + nbytes(call.batch.tensors), needs))
         else:
-            self._count_unstable(SkipReason(change, fix or fix_if_repeated(change)))
+            self.skipped -= Counter([reason])
+            self._note_change(call.layout, change, state, self._state() if is_new else state)
         return result
 
-    def _what_is_new(self, layout: Any, known: _Ready | None, state: StepState) -> tuple[SkipReason, str]:
+    def _note_ready(self, call: _Call, reason: SkipReason, ready: _Ready) -> None:
+        """A call that ran in Python for this reason has left its state as it was."""
+        kept = 0 if self._groups(call.layout) else self._max_recordings - 1  # ranks may not find the same one
+        self._ready[call.layout] = [ready, *self._ready.pop(call.layout, ())[:kept]]
+        _forget_oldest(self._ready)
+        if reason.problem.startswith(_SHAPE):
+            if len(self._ready) == _MAX_UNSTABLE and not self.captures:
+                self._warn(reason)
+        elif not reason.problem.startswith(_FIRST):
+            self._count_unstable(SkipReason(reason.problem, self.fixes[reason] or fix_if_repeated(reason.problem)))
+
+    def _note_change(self, layout: Any, change: SkipReason, state: StepState, by_now: StepState) -> None:
+        """A call in Python has changed its state."""
+        # A hook is the cause, maybe. What changes once, as the first step's state does, is not what is in the way.
+        objection = by_now.hooked or (None if change.fix else by_now.objection)
+        if objection is not None:
+            self.skipped[objection] += 1
+            self._refuse(layout, state.facts, objection)
+            return
+        problem, fix = change
+        self.skipped[SkipReason(f"{problem}, in the step{'' if fix else of_first_step(problem)}", fix)] += 1
+        self._count_unstable(SkipReason(problem, fix or fix_if_repeated(problem)))
+
+    def _what_is_new(self, layout: Any, state: StepState) -> tuple[SkipReason, str]:
         """Why a call runs in Python and is noted, and what to do about that if it is so in each call."""
+        known = next(iter(self._ready.get(layout, ())), None)
         if known is not None and (change := change_between(known.facts, state.facts)) is not None:
             fix = fix_of_change(change, state.facts, self._roots, in_step=False)
             return SkipReason(f"{change}{state.line_of(change) if fix else ''}{_BETWEEN}"), fix
@@ -462,10 +470,10 @@ class GraphedStep:
             return SkipReason(f"{_FIRST}, since {change}"), ""
         if before is not None and (changed := changed_argument(before, layout)) is not None:
             name, then, now = changed
-            said = f"{name} changed from {then!r:.80} to {now!r:.80}"
+            problem = f"{name} changed from {then!r:.80} to {now!r:.80}"
             if name.startswith(_SHAPE):
-                return SkipReason(said, for_shapes((then, now))), ""
-            return SkipReason(said), fix_of_changed_argument(now)
+                return SkipReason(problem, for_shapes((then, now))), ""
+            return SkipReason(problem), fix_of_changed_argument(now)
         return SkipReason(_FIRST), ""
 
     def _capture(self, state: StepState, call: _Call, ready: _Ready, calls: Calls, votes: Round) -> StepRecording:

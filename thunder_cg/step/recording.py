@@ -41,7 +41,7 @@ from thunder_cg.step.averages import known_to_be_positive
 from thunder_cg.step.batch import COPY_CONTAINER, Batch
 from thunder_cg.step.calls import Calls, StepCollective
 from thunder_cg.step.facts import ATOMS
-from thunder_cg.step.fixes import change_between, fix_of_change, fix_of_moved
+from thunder_cg.step.fixes import change_between, fix_of_change
 from thunder_cg.step.gradients import ANY, LIKE, THERE, ExpectedGradients, GradientsBefore, GraphGradient, Overwritten
 from thunder_cg.step.heap import known_tensors
 from thunder_cg.step.memory import nbytes
@@ -534,7 +534,7 @@ class StepCapture:
         assert outputs is not None
         outputs.disown()
         if (moved := state.moved_since(places)) is not None:
-            raise CaptureRefused(f"Python changes in each step: {moved}{state.line_of(moved)}", fix_of_moved(moved))
+            raise CaptureRefused(f"Python changes in each step: {moved.problem}", moved.fix)
         touched = self._touched(versions, buffers)
         self._refuse_what_python_did(outside)
         missing = self._what_replays_would_miss()

@@ -351,15 +351,18 @@ class StepState:
         """Where each is, and how it is laid out."""
         return [place_of(t) if has_storage(t) and not t.is_nested else None for t in self.memory]
 
-    def moved_since(self, places: Sequence[Any], *, may_move: bool = False) -> str | None:
-        """What is said of the first tensor that is not where it was; None if all are.
+    def moved_since(self, places: Sequence[Any], *, may_move: bool = False) -> SkipReason | None:
+        """What is said of the first tensor that is not where it was, with the fix; None if all are.
 
         Args:
             may_move: whether one may be elsewhere, and laid out alike: see Note [Replaced storages] in storages.py.
         """
         for tensor, then, now in zip(self.tensors, places, self.places_of_tensors()):
             if now != then and not (may_move and _is_alike(tensor, then, now)):
-                return f"{self.name_of(tensor)} got other memory or another shape"
+                name = self.name_of(tensor)
+                problem = f"{name} got other memory or another shape"
+                fix = f"write {name} in place, such as by .data.copy_(), or set it outside of the step"
+                return SkipReason(problem + self.line_of(problem), fix)
         return None
 
     def carried_values(self) -> list[Carried]:
