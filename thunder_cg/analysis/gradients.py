@@ -166,15 +166,15 @@ def overwritten(ops: Ops, aliasing: Aliasing, saved: Collection[str]) -> tuple[W
     """
     views = _Views(ops, aliasing)
     alive = [views.of(name) for name in saved if name in aliasing.sets and name in ops.args]
-    found = []
+    lost = []
     for op in _without_fusions(ops.ops):
         written = [name for name in _written(op) if name in aliasing.sets]
         views.add(op, written)
         targets = [views.of(name) for name in written]
         if any(view.overlaps(target) for view in alive for target in targets):
-            found.append(_named(op, ops, _OVERWRITTEN))
+            lost.append(_named(op, ops, _OVERWRITTEN))
         alive += [views.of(name) for name in op.outputs if name in saved and name in aliasing.sets]
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(lost))
 
 
 def put_off(ops: Ops, aliasing: Aliasing, seen: Collection[str]) -> tuple[WrongGradient, ...]:
@@ -200,7 +200,7 @@ def lost_or_unsummed(ops: Ops, aliasing: Aliasing) -> tuple[WrongGradient, ...]:
     arguments = [views.of(name) for name in ops.args if name in aliasing.sets]
     stale: dict[str, WrongGradient] = {}  # of these, names whose gradient does not see a write, and the write
     reduced: set[str] = set()  # CPU scalars that were made of larger tensors
-    found: list[WrongGradient] = []
+    wrong: list[WrongGradient] = []
     for op in ops.ops:
         written = [name for name in _written(op) if name in aliasing.sets]
         views.add(op, written)
@@ -213,7 +213,7 @@ def lost_or_unsummed(ops: Ops, aliasing: Aliasing) -> tuple[WrongGradient, ...]:
             continue
         if not op.bookkeeping:
             if _follow(op, ops, tracked, reduced):
-                found.append(_named(op, ops, _NOT_SUMMED))
+                wrong.append(_named(op, ops, _NOT_SUMMED))
             if tracked.isdisjoint(op.inputs) or tracked.isdisjoint(op.outputs):
                 if not tracked.isdisjoint(written):
                     stale |= dict.fromkeys(op.outputs, _named(op, ops, _WITHOUT_GRAD))
@@ -221,25 +221,25 @@ def lost_or_unsummed(ops: Ops, aliasing: Aliasing) -> tuple[WrongGradient, ...]:
                 continue
         results = returned(op) if op.bookkeeping else ()
         read = names_in(results) if op.bookkeeping else op.inputs
-        found += [stale[name] for name in read if name in stale]
+        wrong += [stale[name] for name in read if name in stale]
         # Thunder returns once what has one name. So what it returns twice has had two, before and after a write.
         counts = Counter(name for result in results for name in names_in([result]) if name in tracked)
         if twice := {name for name, count in counts.items() if count > 1}:
             makers = (each for each in ops.ops if not each.bookkeeping and not twice.isdisjoint(each.outputs))
-            found += [_named(each, ops, _TWICE) for each in makers]
+            wrong += [_named(each, ops, _TWICE) for each in makers]
         if (op.id or "").endswith(WITHOUT_GRADIENT):
             raise CollectiveError(f"{op.name.rsplit('.', 1)[-1]} {ops.place(op)}", *LOST_GRADIENT)
         if not op.bookkeeping and _has_another_gradient(op, ops, tracked):
-            found.append(_named(op, ops, _OTHER))
+            wrong.append(_named(op, ops, _OTHER))
         outputs = [name for name in op.outputs if name in tracked and name in aliasing.sets]
         if not op.bookkeeping and written and any(views.of(name).memory in arguments for name in outputs):
-            found.append(_named(op, ops, _ARGUMENT))
+            wrong.append(_named(op, ops, _ARGUMENT))
         for name in written:
             shared = [each for each in views.in_memory_of(name) if _is_changed(views.of(each), views.of(name), op)]
             stale |= dict.fromkeys(shared, _named(op, ops, _LOST))
             tracked.update(shared)
-    found += [_named(op, ops, _NOT_SUMMED) for op in _added_before_they_are_summed(ops, tracked)]
-    return tuple(dict.fromkeys(found))
+    wrong += [_named(op, ops, _NOT_SUMMED) for op in _added_before_they_are_summed(ops, tracked)]
+    return tuple(dict.fromkeys(wrong))
 
 
 def _has_another_gradient(op: Op, ops: Ops, tracked: set[str]) -> bool:

@@ -295,12 +295,12 @@ class PeakMemory:
 
         def largest(names: Iterable[str], not_in: Set[str] = frozenset()) -> dict[str, int]:
             """For each alias set of the names, the bytes of the largest."""
-            found: dict[str, int] = {}
+            sizes: dict[str, int] = {}
             for name in names:
                 if name in sets and sets[name] not in not_in:
                     nbytes = ops.values[name].nbytes if ops.values[name].device in devices else 0
-                    found[sets[name]] = max(found.get(sets[name], 0), nbytes)
-            return found
+                    sizes[sets[name]] = max(sizes.get(sets[name], 0), nbytes)
+            return sizes
 
         allocates = [largest(op.outputs, not_in=aliasing.sets_of(op.inputs) | outside) for op in ops.ops]
         start = largest(name for name in ops.args if not ops.values[name].static)

@@ -90,7 +90,7 @@ def _read_where_used(parts: dict[Node, int], of_thunder: frozenset[int]) -> dict
     trains = any(requires_grad(leaf) for leaf in tree_leaves(made))
     if not trains or any(map(written_by, parts)) or any(map(is_of_unknown_size, made)):  # another read, another size
         return parts
-    found: dict[Node, int] = {}
+    part_of: dict[Node, int] = {}
     copies: dict[tuple[Node, int], Node] = {}
 
     def copied(number: Node, part: int) -> Node:
@@ -98,19 +98,19 @@ def _read_where_used(parts: dict[Node, int], of_thunder: frozenset[int]) -> dict
             return number
         if (number, part) not in copies:
             copies[number, part] = number.graph.node_copy(number, lambda each: copied(each, part))
-            found[copies[number, part]] = part
+            part_of[copies[number, part]] = part
         return copies[number, part]
 
     for node, part in parts.items():
         for number in node.all_input_nodes if part not in of_thunder else ():
             with node.graph.inserting_before(node):
                 node.replace_input_with(number, copied(number, part))
-        found[node] = part
+        part_of[node] = part
     for number in dict.fromkeys(number for number, _ in reversed(copies)):
         if not number.users:
-            del found[number]
+            del part_of[number]
             number.graph.erase_node(number)
-    return found
+    return part_of
 
 
 def _as_operator(nodes: Sequence[Node], for_all: str | None) -> tuple[Callable[..., Any], list[Node], list[Node]]:

@@ -38,12 +38,12 @@ def collectives(program: Program) -> tuple[CollectiveReport, ...]:
     for op in order:
         mine = futures.setdefault(launches[op.index], set())
         mine.update(name for name in op.outputs if ops.values[name].kind == "future")
-    found = []
+    reports = []
     for place, op in enumerate(order):
         for group in process_groups([op]):
             launch, later = launches[op.index], order[place + 1 :]
             wait = _wait(futures[launch], later)
-            found.append(
+            reports.append(
                 CollectiveReport(
                     name=op.name.removeprefix("torch_").removeprefix("collectives_").removesuffix("_prim_impl"),
                     nbytes=max(_bytes(ops, op.inputs), _bytes(ops, op.outputs)),
@@ -56,19 +56,19 @@ def collectives(program: Program) -> tuple[CollectiveReport, ...]:
                     waited_by=wait.index if wait is not None else None,
                 )
             )
-    return tuple(found)
+    return tuple(reports)
 
 
 def _launches(program: Program) -> dict[int, int]:
     """A number for each op's launch. Regions coalesce, also where they run eagerly."""
     ops, numbers = program.ops, count()
-    found: dict[int, int] = {}
+    launches: dict[int, int] = {}
     for step in program.plan.steps:
         mine = [ops.ops[index] for index in step.ops]
         together = coalesced(mine, ops.values) if isinstance(step, Region) else [[i] for i in range(len(mine))]
         for launch in together:
-            found |= dict.fromkeys((mine[i].index for i in launch), next(numbers))
-    return found
+            launches |= dict.fromkeys((mine[i].index for i in launch), next(numbers))
+    return launches
 
 
 def name_of(group: ProcessGroup) -> str:

@@ -34,7 +34,7 @@ def crossings(program: Program) -> tuple[CrossingReport, ...]:
         if not op.bookkeeping or op.id == "RETURN":
             for name in op.inputs:
                 used.setdefault(name, {}).setdefault(step_of[op.index], op.index)
-    found = []
+    reports = []
     for name, maker in made_in.items():
         own = None if maker is None else step_of[maker]
         users = tuple(index for step, index in used.get(name, {}).items() if step != own)
@@ -42,8 +42,8 @@ def crossings(program: Program) -> tuple[CrossingReport, ...]:
             users = tuple(index for index in users if ops.ops[index].id != "RETURN")
         if users:
             value = ops.values[name]
-            found.append(CrossingReport(name, _kind(value), value.nbytes, maker, users))
-    return tuple(found)
+            reports.append(CrossingReport(name, _kind(value), value.nbytes, maker, users))
+    return tuple(reports)
 
 
 def _kind(value: Value) -> str:

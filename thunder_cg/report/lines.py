@@ -48,11 +48,11 @@ def by_line(report: Report) -> Iterator[str]:
 
     One line at the end is for what nothing has to change for.
     """
-    found = [*map(_of_cause, report.causes), *_of_breaks(report.breaks), *_of_inductor(report.outside)]
-    small = [problem for problem in found if problem.fix == NO_GAIN]
-    found = [problem for problem in found if problem.fix != NO_GAIN]
-    found.sort(key=lambda problem: _cost([problem]), reverse=True)
-    lines = sorted(grouped(found, lambda problem: problem.line.removeprefix("near ")), key=_cost, reverse=True)
+    of_report = [*map(_of_cause, report.causes), *_of_breaks(report.breaks), *_of_inductor(report.outside)]
+    small = [problem for problem in of_report if problem.fix == NO_GAIN]
+    of_report = [problem for problem in of_report if problem.fix != NO_GAIN]
+    of_report.sort(key=lambda problem: _cost([problem]), reverse=True)
+    lines = sorted(grouped(of_report, lambda problem: problem.line.removeprefix("near ")), key=_cost, reverse=True)
     if lines or small:
         yield HEADING
     said: dict[str, str] = {}  # reasons and fixes, with the lines that they are said of

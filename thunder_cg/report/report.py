@@ -380,5 +380,5 @@ def _split(program: Program, region: RuntimeRegion, times: Times) -> float | Non
     steps = program.plan.steps
     at = next(i for i, step in enumerate(steps) if step is region.planned)
     between = takewhile(lambda step: not isinstance(step, Region), steps[at + 1 :])
-    found = [times.ops[index] for step in between for index in step.ops if index in times.ops]
-    return sum(found) if found else None
+    times_between = [times.ops[index] for step in between for index in step.ops if index in times.ops]
+    return sum(times_between) if times_between else None

@@ -123,7 +123,8 @@ def _merged(reasons: Mapping[SkipReason, int], fixes: Mapping[SkipReason, str]) 
     for reason in reasons:
         about = _VALUES.sub("", _SEE.sub("", reason.problem)).replace(_IN_EACH, _ONCE)
         alike.setdefault(about.partition(_ONCE)[0], []).append(reason)
-    return Counter({_as_one(same, fixes): sum(map(reasons.__getitem__, same)) for same in alike.values()})
+    of_each = (Counter({_as_one(same, fixes): sum(map(reasons.__getitem__, same))}) for same in alike.values())
+    return sum(of_each, Counter[str]())
 
 
 def _as_one(same: Sequence[SkipReason], fixes: Mapping[SkipReason, str]) -> str:

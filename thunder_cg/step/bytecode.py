@@ -125,15 +125,15 @@ def _begun(name: str, value: Any, aliases: dict[str, Chain | None]) -> Chain | N
 @cache
 def growing(code: types.CodeType) -> Set[int]:
     """Where the code looks an attribute up, or stores it, only to add to it: see Note [What only grows]."""
-    found: set[int] = set()
+    offsets: set[int] = set()
     each_of = [*instructions(code)]
     for before, each in pairwise(each_of):
         if each.value == ADDED_TO and before.name == "LOAD_ATTR" and not isinstance(before.value, Item):
             rest = each_of[each_of.index(before) :]
-            found.update([before.offset, next(x.offset for x in rest if x.name == "STORE_ATTR")])
+            offsets.update([before.offset, next(x.offset for x in rest if x.name == "STORE_ATTR")])
         elif each.name in _LOOKUPS and each.value in GROWS and before.name == "LOAD_ATTR":
-            found.add(before.offset)
-    return found
+            offsets.add(before.offset)
+    return offsets
 
 
 @cache
@@ -156,11 +156,11 @@ def instructions(code: types.CodeType) -> Iterator[_Instruction]:
 
     Those that only append or add to something are lookups of an `Item` or `ADDED_TO`: see Note [What only grows].
     """
-    found, copied = _decoded(code)
+    listing, copied = _decoded(code)
     i = 0
-    while i < len(found):
-        rewritten = (rewrite(found, i, copied) for rewrite in _REWRITES.get(found[i].name, ()))
-        new, i = next(filter(None, rewritten), ([found[i]], i + 1))
+    while i < len(listing):
+        rewritten = (rewrite(listing, i, copied) for rewrite in _REWRITES.get(listing[i].name, ()))
+        new, i = next(filter(None, rewritten), ([listing[i]], i + 1))
         yield from new
 
 
@@ -170,79 +170,79 @@ def _decoded(code: types.CodeType) -> tuple[list[_Instruction], set[int]]:
     Python 3.13 has one instruction for two variables, which are two here.
     """
     starts, line = dict(dis.findlinestarts(code)), code.co_firstlineno
-    found: list[_Instruction] = []
+    listing: list[_Instruction] = []
     copied: set[int] = set()
     before = ""
     for each in dis.get_instructions(code):
         line = starts.get(each.offset) or line
         names = _OF_TWO.get(each.opname)
         if before in _COPIES:
-            copied.add(len(found))
-            if found and found[-1].name == "INPLACE_ADD":  # the sum is read, too, as i is in ``x.n = i = x.n + 1``
-                found[-1] = found[-1]._replace(name=before)
+            copied.add(len(listing))
+            if listing and listing[-1].name == "INPLACE_ADD":  # the sum is read, too, as i is in ``x.n = i = x.n + 1``
+                listing[-1] = listing[-1]._replace(name=before)
         before = each.opname if each.opname not in ("CACHE", "EXTENDED_ARG") else before
         for name, value in ((each.opname, each.argval),) if names is None else zip(names, each.argval):
             if name not in _NEUTRAL:
                 name = "INPLACE_ADD" if not _ADDS.isdisjoint((name, each.argrepr)) else name
-                found.append(_Instruction(name, value, line, each.offset))
-    return found, copied
+                listing.append(_Instruction(name, value, line, each.offset))
+    return listing, copied
 
 
 _Rewritten = tuple[list[_Instruction], int] | None  # what stands for some instructions, and where the next ones begin
 
 
-def _names(found: list[_Instruction]) -> list[str]:
-    return [each.name for each in found]
+def _names(listing: list[_Instruction]) -> list[str]:
+    return [each.name for each in listing]
 
 
 def _is_lookup(instruction: _Instruction, names: Set[str]) -> bool:
     return instruction.name in _LOOKUPS and instruction.value in names
 
 
-def _grown_item(found: list[_Instruction], i: int, _: Set[int]) -> _Rewritten:
+def _grown_item(listing: list[_Instruction], i: int, _: Set[int]) -> _Rewritten:
     """``["loss"].append``."""
-    if _names(found[i : i + 2]) != _ITEM or not _is_lookup(found[i + 2], GROWS):
+    if _names(listing[i : i + 2]) != _ITEM or not _is_lookup(listing[i + 2], GROWS):
         return None
-    return [found[i]._replace(name="LOAD_ATTR", value=Item(found[i].value))], i + 2
+    return [listing[i]._replace(name="LOAD_ATTR", value=Item(listing[i].value))], i + 2
 
 
-def _made_list(found: list[_Instruction], i: int, _: Set[int]) -> _Rewritten:
+def _made_list(listing: list[_Instruction], i: int, _: Set[int]) -> _Rewritten:
     """``.setdefault("loss", []).append``."""
-    if not _is_lookup(found[i], {"setdefault"}) or _names(found[i + 1 : i + 3]) != ["LOAD_CONST", "BUILD_LIST"]:
+    if not _is_lookup(listing[i], {"setdefault"}) or _names(listing[i + 1 : i + 3]) != ["LOAD_CONST", "BUILD_LIST"]:
         return None
-    key, items, call, grows = found[i + 1 : i + 5]
+    key, items, call, grows = listing[i + 1 : i + 5]
     if items.value or not call.name.startswith("CALL") or not _is_lookup(grows, GROWS):
         return None
-    return [found[i]._replace(name="LOAD_ATTR", value=Item(key.value, "setdefault"))], i + 4
+    return [listing[i]._replace(name="LOAD_ATTR", value=Item(key.value, "setdefault"))], i + 4
 
 
-def _added_to_variable(found: list[_Instruction], i: int, _: Set[int]) -> _Rewritten:
+def _added_to_variable(listing: list[_Instruction], i: int, _: Set[int]) -> _Rewritten:
     """``n += 1`` or ``n = n + size``."""
-    load, *names = _names(found[i : i + 4])
+    load, *names = _names(listing[i : i + 4])
     if names[1:] not in (["INPLACE_ADD", "STORE_GLOBAL"], ["INPLACE_ADD", "STORE_DEREF"]) or names[0] not in _ONE_VALUE:
         return None
-    if load.removeprefix("LOAD_") != names[2].removeprefix("STORE_") or found[i].value != found[i + 3].value:
+    if load.removeprefix("LOAD_") != names[2].removeprefix("STORE_") or listing[i].value != listing[i + 3].value:
         return None
-    return [found[i], found[i]._replace(name="LOAD_ATTR", value=ADDED_TO), found[i + 1]], i + 4
+    return [listing[i], listing[i]._replace(name="LOAD_ATTR", value=ADDED_TO), listing[i + 1]], i + 4
 
 
-def _added_to(found: list[_Instruction], i: int, copied: Set[int]) -> _Rewritten:
+def _added_to(listing: list[_Instruction], i: int, copied: Set[int]) -> _Rewritten:
     """``.n += 1``; or ``.n + 1`` in ``x.n = x.n + 1``, where the second ``x`` tells nothing more; so with ``["n"]``."""
-    is_item = _names(found[i : i + 2]) == _ITEM
-    if not is_item and found[i].name == "LOAD_CONST":
+    is_item = _names(listing[i : i + 2]) == _ITEM
+    if not is_item and listing[i].name == "LOAD_CONST":
         return None
-    load = found[i]._replace(name="LOAD_ATTR", value=Item(found[i].value)) if is_item else found[i]
+    load = listing[i]._replace(name="LOAD_ATTR", value=Item(listing[i].value)) if is_item else listing[i]
     added = load._replace(value=ADDED_TO)
     at, kind = i + is_item, "STORE_SUBSCR" if is_item else "STORE_ATTR"
-    store = next((n for n in range(at, len(found)) if found[n].name == kind), None)
-    if store is None or not (is_item or found[store].value == load.value):
+    store = next((n for n in range(at, len(listing)) if listing[n].name == kind), None)
+    if store is None or not (is_item or listing[store].value == load.value):
         return None
     if at in copied:  # of what has the attribute, for ``+=``
-        last = next((each for each in reversed(found[at:store]) if not each.name.startswith(("SWAP", "ROT_"))), load)
+        last = next((each for each in reversed(listing[at:store]) if not each.name.startswith(("SWAP", "ROT_"))), load)
         return ([load, added], at + 1) if last.name == "INPLACE_ADD" else None
-    value, add = found[at + 1 : at + 3]
-    again, start = [each[:2] for each in found[at + 3 : store]], 2 * at + 3 - store
-    before = [each[:2] for each in found[max(0, start) : at]]
+    value, add = listing[at + 1 : at + 3]
+    again, start = [each[:2] for each in listing[at + 3 : store]], 2 * at + 3 - store
+    before = [each[:2] for each in listing[max(0, start) : at]]
     if not again or again != before or value.name not in _ONE_VALUE or add.name != "INPLACE_ADD":
         return None
     # A property among the attributes might give two objects, which `_read` sees for items alone.

@@ -245,11 +245,11 @@ class ExpectedGradients:
         alike = [*map(_gradient_of, self._alike)]
         if any(map(is_, alike, repeat(None))) or [*map(layout, alike)] != self._layouts:
             return False
-        found = [*map(_gradient_of, self._parameters)]
-        if self._metadata is not None and all(map(is_, found, self.tensors)) and self._metadata.check(*found):
-            return addresses_equal(found, self._addresses, self._indices)
-        self._elsewhere = [i for i, each in enumerate(found) if place_of(each) != self._places[i]]
-        del found
+        gradients = [*map(_gradient_of, self._parameters)]
+        if self._metadata is not None and all(map(is_, gradients, self.tensors)) and self._metadata.check(*gradients):
+            return addresses_equal(gradients, self._addresses, self._indices)
+        self._elsewhere = [i for i, each in enumerate(gradients) if place_of(each) != self._places[i]]
+        del gradients
         return all(map(self._may_be_copied, self._elsewhere))
 
     def _may_be_copied(self, i: int) -> bool:
@@ -399,8 +399,8 @@ class Overwritten:
         self._not_held: Any = None  # the counts by which it was found that nobody holds one
 
     def _tensors(self) -> list[Tensor]:
-        found = [each.tensor for each in self.gradients]
-        return found if self._are_plain else [*found, *(each.local for each in self.gradients)]
+        tensors = [each.tensor for each in self.gradients]
+        return tensors if self._are_plain else [*tensors, *(each.local for each in self.gradients)]
 
     def are_held(self) -> bool:
         """Whether somebody holds one, or has a view of it."""

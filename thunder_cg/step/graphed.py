@@ -168,7 +168,7 @@ class GraphedStep:
     @property
     def in_python(self) -> Counter[str]:
         """Why calls ran in Python, in words, and how many."""
-        return Counter({str(reason): times for reason, times in self.skipped.items()})
+        return sum((Counter({str(reason): times}) for reason, times in self.skipped.items()), Counter[str]())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._lock:

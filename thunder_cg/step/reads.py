@@ -353,7 +353,7 @@ def settings_in(
         functions: their code and their globals.
         getters: functions of C that may return such a value. Some of them take arguments.
     """
-    found: dict[Any, Callable[[], Any]] = {getter: partial(_called, getter) for getter in getters}
+    lookups: dict[Any, Callable[[], Any]] = {getter: partial(_called, getter) for getter in getters}
     for code, variables in functions.items():
         if str(variables.get("__name__")).startswith(_WITHOUT_SETTINGS):
             continue
@@ -364,10 +364,10 @@ def settings_in(
                 continue  # a constant, or what no result depends on
             module = _imported(chain.name, variables) if chain.scope == "import" else None
             if chain.scope == "global" and chain.name in variables:
-                found[id(variables), chain.name, attributes] = partial(in_globals, variables, chain.name, attributes)
+                lookups[id(variables), chain.name, attributes] = partial(in_globals, variables, chain.name, attributes)
             elif module is not None:
-                found[module, attributes] = partial(in_globals, sys.modules, module, attributes)
-    values = [(get, get()) for get in found.values()]
+                lookups[module, attributes] = partial(in_globals, sys.modules, module, attributes)
+    values = [(get, get()) for get in lookups.values()]
     return [(get, value) for get, value in values if type(value) in _SIMPLE]
 
 

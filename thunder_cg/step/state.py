@@ -136,20 +136,20 @@ class StepState:
 
     def _reads_of_objects(self) -> list[Read]:
         """Lists and numbers of objects that the step passes on, to which functions only append or add."""
-        found: list[Read] = []
+        reads: list[Read] = []
         objects, attributes = {*map(id, self.objects)}, self.attributes
         if attributes is None:
-            return found
+            return reads
         for value, name in attributes.grows.values():
             if id(value) not in objects or name in self._names.get(type(value), (name,)):
                 continue
             label, get = f"{type(value).__name__}.{name}", partial(own, value, name)
             read = Read(label, get, path=(value, (name,)), only_grows=True)
             if _grows(read, get()):
-                found.append(read)
+                reads.append(read)
             else:
                 attributes.add(type(value), name)
-        return found
+        return reads
 
     def _is_carried(self, read: Read, value: Any, collector: Collector) -> bool:
         """Whether what a name leads to is carried, which is checked by itself."""
@@ -315,13 +315,13 @@ class StepState:
         """
         label = subject(change)
         named = [each for each in self._lines if re.match(rf"{re.escape(each.name)}\W", label)]
-        if not named or not (found := max(named, key=lambda each: len(each.name))).line:
+        if not named or not (longest := max(named, key=lambda each: len(each.name))).line:
             return ""
-        same = [each for each in self._lines if each.container is not None and each.container == found.container]
+        same = [each for each in self._lines if each.container is not None and each.container == longest.container]
         grown = next((each.line for each in same if each.grows), None)
         other = next((each.line for each in same if not each.grows), None)
         if grown is None or other is None:
-            lines = list(dict.fromkeys(each.line for each in same or [found]))
+            lines = list(dict.fromkeys(each.line for each in same or [longest]))
             return f" (see {' and '.join(lines[:_MOST_LINES])})"
         return f" (see {grown}, and {other}, which reads it: a graph can append to a list that the step does not read)"
 
@@ -470,7 +470,7 @@ def newly_carried(before: StepState, after: StepState, places: Sequence[Any]) ->
     Args:
         places: of the state's tensors before. One that got other memory may share that with what is carried.
     """
-    found: dict[str, Place] = {}
+    carried_at: dict[str, Place] = {}
     same = [
         fact.value for label, fact in before.facts.items() if isinstance(fact, Same) and after.facts.get(label) == fact
     ]
@@ -487,9 +487,9 @@ def newly_carried(before: StepState, after: StepState, places: Sequence[Any]) ->
             if value is was or carried is None or not any(each is now.value for each in tensors_in(value)):
                 continue
             if layout(then.value) == layout(now.value) and not any(storage_id(t) in memory for t in carried.tensors):
-                found[label] = place
+                carried_at[label] = place
             break
-    return found
+    return carried_at
 
 
 def _may_get_gradient(tensor: Tensor, may: bool) -> bool:
