@@ -68,6 +68,10 @@ _SLOT = types.MemberDescriptorType
 _KNOWN_IN_C = {*CONSTANT_PACKAGES, "builtins", "collections", "datetime", "functools", "operator", "pybind11_builtins"}
 _KNOWN_IN_C |= {"_abc", "_collections", "_ctypes", "_struct", "_thread", "re", "types", "typing", "weakref", "zoneinfo"}
 _NOT_COMPARED = "is not compared before a replay"
+_NAME = "name the attribute"
+_IMPORT = "import those that the step needs"
+_NEXT = "take the next item outside of the step, and pass it as an argument"
+_PASS = "read what the step needs of it outside of the step, and pass that"
 _DEEP = "have the step name what it needs, and not pass on all of {}"
 _SCRIPTED = torch.jit.ScriptModule, torch.ScriptModule, torch.ScriptMethod, torch.ScriptObject
 _OPAQUE = types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.CodeType, type
@@ -122,13 +126,13 @@ class Collector:
             self._add(label, value, depth, places)
 
     def _add(self, label: str, value: Any, depth: int, places: tuple[Place, ...]) -> None:
-        add = next(add for is_of, add in _KINDS if is_of(value))
+        add, *fix = next(row for is_of, *row in _KINDS if is_of(value))
         if depth >= _MAX_DEPTH and add in _DEEPER and (self._is_compared_whole(value) or _is_users(value)):
             end = label.partition(".")[0].partition("[")[0]
             problem = f"is {depth} levels below what the step reads, and fewer are compared before a replay"
             self._refuse(label, value, problem, _DEEP.format(end))
-        elif isinstance(add, SkipReason):
-            self._refuse(label, value, add.problem.format(type(value).__name__), add.fix)
+        elif fix:
+            self._refuse(label, value, add.format(type(value).__name__), *fix)
         else:
             add(self, label, value, depth, places)
 
@@ -475,50 +479,31 @@ def _is(*kinds: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, kinds)
 
 
-# What a value is, and the method that collects its facts, or why no graph would be right. The first one counts.
-_KINDS: Sequence[tuple[Callable[[Any], bool], Any]] = (
+def _is_graph(value: Any) -> bool:
+    return isinstance(value, Node) and type(value).__name__ != "AccumulateGrad"
+
+
+# What a value is, and the method that collects its facts, or why no graph would be right, with the fix. The first one
+# counts.
+_KINDS: Sequence[tuple[Any, ...]] = (
     (lambda value: type(value) in weakref.ProxyTypes, Collector._add_referent),  # it passes for what it refers to
     (lambda value: value is MISSING or isinstance(value, ATOMS), Collector._add_atom),
     (_is(Tensor), Collector._add_tensor),
-    (
-        lambda value: value is sys.modules,
-        SkipReason("leads to all modules, which are not compared before a replay", "import those that the step needs"),
-    ),
-    (
-        _is(*_SCRIPTED),
-        SkipReason(f"is of TorchScript, whose content {_NOT_COMPARED}", "take the Python that it was made of"),
-    ),
+    (lambda value: value is sys.modules, "leads to all modules, which are not compared before a replay", _IMPORT),
+    (_is(*_SCRIPTED), f"is of TorchScript, whose content {_NOT_COMPARED}", "take the Python that it was made of"),
     (_is(nn.Module, Optimizer), Collector._add_found_root),
     (_is(*CONTAINERS), Collector._add_container),
     (_is(types.ModuleType, type), Collector._add_names),
     (lambda value: isinstance(value, _FUNCTIONS) or _is_bound(value), Collector._add_function),
-    (_is(*_LOCKS), SkipReason("is a lock, which no replay would take", "call what takes it outside of the step")),
-    (_is(_SLOT), SkipReason(f"is a slot, and what objects have there {_NOT_COMPARED}", "name the attribute")),
+    (_is(*_LOCKS), "is a lock, which no replay would take", "call what takes it outside of the step"),
+    (_is(_SLOT), f"is a slot, and what objects have there {_NOT_COMPARED}", _NAME),
     (lambda value: _referent_of(value) is not None, Collector._add_referent),
     (lambda value: _content_of(value) is not None, Collector._add_value),
     (lambda value: _is_collection(value), Collector._add_collection),
-    (
-        lambda value: _is_iterator(value),
-        SkipReason(
-            "is a {}, which no replay would advance",
-            "take the next item outside of the step, and pass it as an argument",
-        ),
-    ),
-    (
-        lambda value: _looks_up_gradients(value),
-        SkipReason(f"is an attrgetter of what {_NOT_COMPARED}", "name the attribute in the step"),
-    ),
-    (
-        lambda value: isinstance(value, Node) and type(value).__name__ != "AccumulateGrad",
-        SkipReason(f"is a node of autograd's graph, whose content {_NOT_COMPARED}", "make the graph in the step"),
-    ),
-    (
-        lambda value: _is_opaque(value),
-        SkipReason(
-            f"is a {{}}, whose content {_NOT_COMPARED}",
-            "read what the step needs of it outside of the step, and pass that",
-        ),
-    ),
+    (lambda value: _is_iterator(value), "is a {}, which no replay would advance", _NEXT),
+    (lambda value: _looks_up_gradients(value), f"is an attrgetter of what {_NOT_COMPARED}", f"{_NAME} in the step"),
+    (_is_graph, f"is a node of autograd's graph, whose content {_NOT_COMPARED}", "make the graph in the step"),
+    (lambda value: _is_opaque(value), f"is a {{}}, whose content {_NOT_COMPARED}", _PASS),
     (lambda value: is_object(value), Collector._add_object),
     (lambda _: True, Collector._add_other),
 )
