@@ -113,26 +113,10 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
     """
     label = subject(change).partition(" ")[0]
     named = {name: fact.value for name, fact in facts.items() if isinstance(fact, Same)} | dict(roots)
-    owners = [value for name, value in named.items() if label.startswith(f"{name}.")]
-    optimizer = next((value for value in owners if isinstance(value, Optimizer)), None)
-    if "['lr']" in label:
-        return _of_rate(optimizer)
-    schedulers = [
-        name for name, value in named.items() if isinstance(value, LRScheduler) and label.startswith(f"{name}.")
-    ]
-    if in_step and schedulers:
-        scheduled = named[schedulers[0]].optimizer
-        is_number = not isinstance(scheduled.param_groups[0]["lr"], Tensor)
-        return f"call {min(schedulers, key=len)}.step() after the step" + f"; {_of_rate(scheduled)}" * is_number
-    if isinstance(optimizer, torch.optim.LBFGS):
-        return f"{_OPTIMIZER}; {_make(optimizer)}"
-    if "['step']" in label and (optimizer is not None or ".state[" in label):
-        return f"{_OPTIMIZER}; {_OWN_OPTIMIZER if optimizer is None else _make(optimizer)}"
-    if "['betas']" in label or "['momentum']" in label:
-        return _CONSTANT
-    are_of_torch = any(isinstance(value, (Optimizer, GradScaler, AveragedModel)) for value in owners)
-    is_made = (are_of_torch and " from a tensor" not in change) or fix_if_repeated(change)
-    if is_made or (not owners and of_first_step(change)):
+    owners = {name: value for name, value in named.items() if label.startswith(f"{name}.")}
+    if (fix := _fix_of_torchs(change, label, owners, in_step=in_step)) is not None:
+        return fix
+    if fix_if_repeated(change) or (not owners and of_first_step(change)):
         return ""
     if isinstance(owner := named.get(label), torch.Generator):
         return _OWN_GENERATOR
@@ -153,6 +137,25 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
         return _BETWEEN
     counted = f"; {_COUNTED}{_OF_DICTIONARY * label.endswith(']')}" * f"{then}{now}".isdigit()
     return _ADDS if change.startswith("len(") else _IN_STEP + counted
+
+
+def _fix_of_torchs(change: str, label: str, owners: Mapping[str, Any], *, in_step: bool) -> str | None:
+    """The same for what optimizers, schedulers, scalers and averages of PyTorch's have; None for all else."""
+    optimizer = next((value for value in owners.values() if isinstance(value, Optimizer)), None)
+    if "['lr']" in label:
+        return _of_rate(optimizer)
+    if in_step and (schedulers := [name for name, value in owners.items() if isinstance(value, LRScheduler)]):
+        scheduled = owners[schedulers[0]].optimizer
+        is_number = not isinstance(scheduled.param_groups[0]["lr"], Tensor)
+        return f"call {min(schedulers, key=len)}.step() after the step" + f"; {_of_rate(scheduled)}" * is_number
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return f"{_OPTIMIZER}; {_make(optimizer)}"
+    if "['step']" in label and (optimizer is not None or ".state[" in label):
+        return f"{_OPTIMIZER}; {_OWN_OPTIMIZER if optimizer is None else _make(optimizer)}"
+    if "['betas']" in label or "['momentum']" in label:
+        return _CONSTANT
+    are_torchs = any(isinstance(value, (Optimizer, GradScaler, AveragedModel)) for value in owners.values())
+    return "" if are_torchs and " from a tensor" not in change else None
 
 
 def fix_if_repeated(change: str) -> str:
