@@ -154,7 +154,7 @@ class DisagreementWarning(UserWarning):
     """`verify` found a graph that does not do what its ops do: earlier replays of it may have been wrong."""
 
 
-class _Skipped(CudagraphError, RuntimeError):
+class Skipped(CudagraphError, RuntimeError):
     """Something runs eagerly.
 
     Attributes:
@@ -167,7 +167,7 @@ class _Skipped(CudagraphError, RuntimeError):
         super().__init__(str(self.reason))
 
 
-class CaptureRefused(_Skipped):
+class CaptureRefused(Skipped):
     """What a backend raises while capturing, for an operation that a graph cannot hold."""
 
 
@@ -191,7 +191,7 @@ class NoRoom(CaptureRefused):
     """
 
 
-class RanksDiffer(_Skipped):
+class RanksDiffer(Skipped):
     """What keeps a region that communicates from being captured on this rank: another rank does something else.
 
     It may pass if the ranks may agree at a later call.
@@ -213,7 +213,7 @@ class OptionsDiffer(CudagraphError, RuntimeError):
         super().__init__(f"{label}: {problem}; {why}; compile it on all ranks alike")
 
 
-class ReplayRefused(_Skipped):
+class ReplayRefused(Skipped):
     """What a graph raises that could not be launched. Nothing of it ran, so its ops may run instead."""
 
     def __init__(self, problem: object) -> None:
