@@ -64,14 +64,12 @@ def parameters_of(function: Any, name: str) -> list[list[str]]:
     ]
 
 
-def mutated(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+def mutated(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
     """The arguments that an operator of ``torch.ops`` writes in place, by its schemas."""
-    names = []
     for arguments in (each._schema.arguments for each in _overloads(function)):
         values = {argument.name: value for argument, value in zip(arguments, args)} | dict(kwargs)
         writes = (each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write)
-        names += [values[name] for name in writes if name in values]
-    return names
+        yield from (values[name] for name in writes if name in values)
 
 
 def library_names(function: Any) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 
 from thunder_cg.compat.dynamo_records import Recompilation
@@ -58,17 +58,15 @@ class ChangeReport:
     fix: str
 
 
-def inputs(program: Program) -> tuple[InputReport, ...]:
+def inputs(program: Program) -> Iterator[InputReport]:
     """The inputs of a forward, in the order of its arguments."""
     values = [program.ops.values[name] for name in program.ops.args]
     layouts = [*program.layouts()]
-    said = []
     for value in values:
         if value.kind == "tensor" and not value.static:
             shape = (None if isinstance(size, NumberProxy) else int(size) for size in proxy_shape(value.proxy))
             strides = dict.fromkeys(known[value.name][1] for known in layouts if known.get(value.name))
-            said.append(InputReport(value.users_name, str(value.dtype), tuple(shape), tuple(strides)))
-    return tuple(said)
+            yield InputReport(value.users_name, str(value.dtype), tuple(shape), tuple(strides))
 
 
 def _are_sizes(function: str, change: CallChange, sized: Set[tuple[str, int]]) -> bool:

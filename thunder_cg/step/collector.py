@@ -372,7 +372,7 @@ class Collector:
                 self.watch.value(partial(getattr, value, "default_factory"))
                 self.add(f"{label}.default_factory", value.default_factory, depth + 1)
             if isinstance(value, OrderedDict):  # which nobody reports if only the order changes
-                self.watch.value(partial(_order_of, value))
+                self.watch.value(lambda: [*map(id, OrderedDict.keys(value))])
             items = plain_copy(value)
             self.facts[f"the order of {label}"] = Content([*map(fact_of, items)])
             for i, (key, item) in enumerate(items.items()):
@@ -669,11 +669,6 @@ def _is_bound(value: Any) -> bool:
     return is_method and not isinstance(value.__self__, (types.ModuleType, type, type(None)))
 
 
-def _is_of_library(value: Any) -> bool:
-    """Whether it is an object of PyTorch's or a context of Python's library: a GradScaler, a `nullcontext`."""
-    return _package_of(type(value)) in ("torch", "contextlib") and own(value, "__dict__") is not MISSING
-
-
 def _package_of(kind: type) -> str:
     return kind.__module__.partition(".")[0]
 
@@ -684,17 +679,14 @@ def _is_users(value: Any) -> bool:
 
 
 def _may_change(value: Any) -> bool:
-    """Whether the attributes of a value are looked at."""
-    return isinstance(value, _NAMESPACES) or may_change(type(value)) or _is_of_library(value)
+    """Whether the attributes of a value are looked at, as those of a GradScaler and a `nullcontext` are, too."""
+    is_of_library = _package_of(type(value)) in ("torch", "contextlib") and own(value, "__dict__") is not MISSING
+    return isinstance(value, _NAMESPACES) or may_change(type(value)) or is_of_library
 
 
 def _items_of(value: Any) -> list[Any]:
     items = value.items() if isinstance(value, Mapping) else enumerate(value)
     return [(fact_of(key), fact_of(item)) for key, item in items]
-
-
-def _order_of(items: OrderedDict[Any, Any]) -> list[int]:
-    return [*map(id, OrderedDict.keys(items))]
 
 
 def _parts_of(tensor: Tensor) -> list[Any]:

@@ -27,7 +27,7 @@ from thunder_cg.analysis.sources import SourceLine
 from thunder_cg.compat.guards import names_of
 from thunder_cg.compat.lines import line_in_trace
 from thunder_cg.compat.tensors import tensors_in
-from thunder_cg.errors import CaptureRefused, SkipReason
+from thunder_cg.errors import Skipped, SkipReason
 from thunder_cg.step.bytecode import instructions
 from thunder_cg.step.calls import is_of_package, line_with_code
 from thunder_cg.step.facts import REQUIRES_GRAD, WITH_HISTORY, Atom, Facts, Same, difference, subject
@@ -229,7 +229,9 @@ def fix_of_changed_argument(fact: Any) -> str:
 
 def reason_of(error: Exception) -> SkipReason:
     """What a capture raised, at which line of the user's, and what to do about it."""
-    problem, known = error.reason if isinstance(error, CaptureRefused) else (_first_line(error), "")
+    first_line = (str(error).strip() or "no message").splitlines()[0].rstrip(".")
+    raised = SkipReason(f"{type(error).__name__}: {first_line}")
+    problem, known = error.reason if isinstance(error, Skipped) else raised
     frames = [*walk_tb(error.__traceback__)]
     lines = [(frame.f_code.co_filename, line) for frame, line in frames]
     lines = [line_in_trace(*each) or each for each in lines]
@@ -254,10 +256,6 @@ def reason_of(error: Exception) -> SkipReason:
         problem += f", at {line_with_code(*lines[users[-1]])}"
         problem += f", in {line_with_code(*others[-1])}" if others else ""  # whose line would have to change
     return SkipReason(problem, "; ".join(filter(None, (known, fix, also))))
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0].rstrip('.')}"
 
 
 def _later_reads(frames: Iterable[tuple[FrameType, int]]) -> Iterator[str]:

@@ -504,7 +504,8 @@ class StepCapture:
                 snapshot.restore()
                 before.restore()
                 before.release()
-                _put_back(of_others)
+                for parameter, gradient in of_others:
+                    parameter.grad = gradient
                 raise
             finally:
                 self.calls.end()
@@ -682,11 +683,6 @@ def _gradients_of_others(state: StepState) -> list[tuple[Tensor, Tensor | None]]
     known = {*map(id, state.parameters)}
     found = (each for each in known_tensors() if id(each) not in known and is_leaf(each))
     return [(each, each.grad) for each in found if each.requires_grad or each.grad is not None]
-
-
-def _put_back(gradients: Iterable[tuple[Tensor, Tensor | None]]) -> None:
-    for parameter, gradient in gradients:
-        parameter.grad = gradient
 
 
 def _refuse_gradients(state: StepState) -> None:
