@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import contextmanager
 
 import pytest
 import torch
+from support import on_threads
 
 from thunder_cg.compat import cuda
 from thunder_cg.runtime.cuda import streams
@@ -91,9 +91,7 @@ def test_arenas_of_one_thread_and_stream_share_workspaces_and_are_ordered(fake):
     fake.current = here
     assert first.order.follow() == 7 and here.waited_for == [8]
     found = []
-    thread = threading.Thread(target=lambda: found.append(prepared()))
-    thread.start()
-    thread.join()
+    on_threads(lambda: found.append(prepared()))
     assert found[0] is not first
 
 
@@ -153,9 +151,7 @@ def test_nothing_is_freed_where_that_could_harm_a_graph(fake, why):
             stream.give_back()
     else:
         with capture_lock:
-            worker = threading.Thread(target=stream.give_back)
-            worker.start()
-            worker.join()
+            on_threads(stream.give_back)
     assert fake.cleared == 0 and fake.pools == {1: 32}
     with capture_lock.if_free() as is_free:
         assert is_free

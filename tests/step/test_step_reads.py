@@ -51,6 +51,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
+from support import on_threads
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy, dropout
@@ -1918,9 +1919,7 @@ def test_what_each_thread_has_for_itself(step_twins):
         found.extend(step(x) for _ in range(4))
 
     for scale in (1.0, 2.0):
-        thread = threading.Thread(target=calls, args=(scale,))
-        thread.start()
-        thread.join()
+        on_threads(partial(calls, scale))
     assert torch.equal(torch.stack(found), x * torch.tensor([[1.0]] * 4 + [[2.0]] * 4, device=x.device))
     assert step.replays == 4, explain(step)
 
