@@ -110,7 +110,7 @@ from functools import partial
 import pytest
 import thunder
 import torch
-from models import Dropout, LayerNorm, Linear
+from models import Dropout, LayerNorm, Linear, Precomputed
 from support import on_threads, programs, regions, replays, same, same_state
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -790,21 +790,6 @@ def test_gradients_are_kept(twins, device):
         kept.append(grads)
     for a, b in kept:
         same(a, b)
-
-
-class Precomputed(torch.autograd.Function):
-    """Its gradient is what the forward has left, as in fused losses."""
-
-    @staticmethod
-    def forward(ctx, x, y):
-        z = torch.tanh(x) * 2
-        ctx.save_for_backward(z)
-        return z.sum() + y
-
-    @staticmethod
-    def backward(ctx, g):
-        (saved,) = ctx.saved_tensors
-        return saved, g
 
 
 def test_saved_gradients(twins, device):
