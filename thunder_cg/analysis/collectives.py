@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.coalescing import ALL_REDUCE, coalesced_kind, fit_together, nbytes, of_parallelism
-from thunder_cg.analysis.dependencies import dependencies
+from thunder_cg.analysis.dependencies import dependencies, followers
 from thunder_cg.analysis.ops import Op, Ops, read
 from thunder_cg.analysis.rules import executor_rule
 from thunder_cg.compat import thunder as compat
@@ -142,10 +142,7 @@ class Movable:
     def __init__(self, ops: Ops, aliasing: Aliasing) -> None:
         self.ops, self.aliasing = ops, aliasing
         self.before = dependencies(ops, aliasing, collectives_in_order=False)
-        self.after: list[list[int]] = [[] for _ in self.before]
-        for index, earlier in enumerate(self.before):
-            for other in earlier:
-                self.after[other].append(index)
+        self.after = followers(self.before)
         users = aliasing.collectives.difference(op.index for op in of_parallelism(ops))
         for first, second in pairwise(sorted(users)):
             self.before[second] = sorted({*self.before[second], first})

@@ -41,6 +41,15 @@ def dependencies(ops: Ops, aliasing: Aliasing, *, collectives_in_order: bool = T
     return edges
 
 
+def followers(before: Sequence[Sequence[int]]) -> list[list[int]]:
+    """For each op, the ops that must stay after it."""
+    after: list[list[int]] = [[] for _ in before]
+    for op, earlier in enumerate(before):
+        for other in earlier:
+            after[other].append(op)
+    return after
+
+
 class _MemoryOrder:
     """Reads and writes of each alias set. It is asked for all ops, in trace order."""
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.classify import Verdict
 from thunder_cg.analysis.coalescing import coalesced
-from thunder_cg.analysis.dependencies import dependencies
+from thunder_cg.analysis.dependencies import dependencies, followers
 from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.analysis.rules import Reason
 from thunder_cg.analysis.segments import Event, peak
@@ -158,11 +158,7 @@ class DependencyGraph:
     @classmethod
     def of(cls, ops: Ops, verdicts: Sequence[Verdict], aliasing: Aliasing) -> DependencyGraph:
         before = dependencies(ops, aliasing)
-        after: list[list[int]] = [[] for _ in before]
-        for op, earlier in enumerate(before):
-            for other in earlier:
-                after[other].append(op)
-        return cls(before, after, [v.device if v.capture else None for v in verdicts])
+        return cls(before, followers(before), [v.device if v.capture else None for v in verdicts])
 
     def schedule(self) -> list[int]:
         """A time for each op: as close to trace order as the fewest groups allow."""

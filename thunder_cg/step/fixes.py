@@ -230,32 +230,33 @@ def fix_of_changed_argument(fact: Any) -> str:
 def reason_of(error: Exception) -> SkipReason:
     """What a capture raised, at which line of the user's, and what to do about it."""
     first_line = (str(error).strip() or "no message").splitlines()[0].rstrip(".")
-    raised = SkipReason(f"{type(error).__name__}: {first_line}")
-    problem, known = error.reason if isinstance(error, Skipped) else raised
+    problem, known = error.reason if isinstance(error, Skipped) else (f"{type(error).__name__}: {first_line}", "")
+    fix = next((fix for sign, fix in _FIXES.items() if sign in str(error).lower()), None)
     frames = [*walk_tb(error.__traceback__)]
-    lines = [(frame.f_code.co_filename, line) for frame, line in frames]
-    lines = [line_in_trace(*each) or each for each in lines]
+    lines = [line_in_trace(frame.f_code.co_filename, at) or (frame.f_code.co_filename, at) for frame, at in frames]
     users = [i for i, (file, _) in enumerate(lines) if os.path.isfile(file) and not is_installed(file)]
-    said = str(error).lower()
-    fix = next((fix for sign, fix in _FIXES.items() if sign in said), None)
     also = ""
-    if users and fix in _OF_HOST:
-        if later := [*dict.fromkeys(_later_reads(frames[i] for i in users))]:
-            also = f"so {'does' if len(later) == 1 else 'do'} {' and '.join(later)}, if it is of a tensor"
-        fix = _fix_in_torch([frame for frame, _ in frames[users[-1] + 1 :]]) or fix
-    others = [each for each in lines[users[-1] + 1 if users else 0 :] if is_of_package(each[0])]
-    if users and others and fix in (_READ, _READ_OR_MASK):
-        fix = _MASKS if others[-1][0].endswith(_MASKING) else _OUTSIDE
-    elif (
-        users
-        and fix in (_READ, _READ_OR_MASK)
-        and (of_line := for_read(SourceLine(*lines[users[-1]]))) != KEEP_ON_DEVICE
-    ):
-        fix = f"the host reads a value there; {of_line.replace('the compiled function', 'the step')}"
     if users:
-        problem += f", at {line_with_code(*lines[users[-1]])}"
-        problem += f", in {line_with_code(*others[-1])}" if others else ""  # whose line would have to change
+        last = users[-1]
+        others = [each for each in lines[last + 1 :] if is_of_package(each[0])]  # whose last line would have to change
+        problem += f", at {line_with_code(*lines[last])}"
+        problem += f", in {line_with_code(*others[-1])}" if others else ""
+        if fix in _OF_HOST:
+            if later := [*dict.fromkeys(_later_reads(frames[i] for i in users))]:
+                also = f"so {'does' if len(later) == 1 else 'do'} {' and '.join(later)}, if it is of a tensor"
+            fix = _fix_in_torch([frame for frame, _ in frames[last + 1 :]]) or fix
+        if fix in (_READ, _READ_OR_MASK):
+            fix = _fix_of_read(lines[last], others) or fix
     return SkipReason(problem, "; ".join(filter(None, (known, fix, also))))
+
+
+def _fix_of_read(line: tuple[str, int], others: Sequence[tuple[str, int]]) -> str | None:
+    """For a read on the host that a line of the user's makes, by way of other lines of packages if there are any."""
+    if others:
+        return _MASKS if others[-1][0].endswith(_MASKING) else _OUTSIDE
+    if (fix := for_read(SourceLine(*line))) == KEEP_ON_DEVICE:
+        return None
+    return f"the host reads a value there; {fix.replace('the compiled function', 'the step')}"
 
 
 def _later_reads(frames: Iterable[tuple[FrameType, int]]) -> Iterator[str]:

@@ -70,12 +70,8 @@ _MAX_LAYOUTS = 64  # remembered
 _BEFORE, _AFTER = "before the capture of the step", "after the capture of the step"  # what ranks agree at
 _SHAPE = "the shape of "
 _BETWEEN = ", between calls"
-_IN_TRANSFORM = SkipReason(
-    "a transform of torch.func, such as grad or vmap, is around the step, and a graph has no such tensors"
-)
-_ADDS_TO_FIRST = SkipReason(
-    "an earlier call has made gradients in Python, which a graph has to make if the step adds to them"
-)
+_IN_TRANSFORM = "a transform of torch.func, such as grad or vmap, is around the step, and a graph has no such tensors"
+_ADDS_TO_FIRST = "an earlier call has made gradients in Python, which a graph has to make if the step adds to them"
 _MAX_ELSEWHERE = 2  # graphs that were never replayed since gradients are elsewhere in each call
 _ELSEWHERE = SkipReason(
     "the gradients that it reads are in other memory in each call, and somebody holds that memory",
@@ -176,7 +172,7 @@ class GraphedStep:
             if (skipped := skip_reason(self._backend, saves=True)) is not None:
                 return self._run_in_python(args, kwargs, SkipReason(skipped.problem))
             if functorch_is_active():
-                return self._run_in_python(args, kwargs, _IN_TRANSFORM)
+                return self._run_in_python(args, kwargs, SkipReason(_IN_TRANSFORM))
             try:
                 batch = Batch.of(args, kwargs, self._backend.device_type)
             except CaptureRefused as error:
@@ -259,7 +255,7 @@ class GraphedStep:
         if ready is not None and not adds_to_first and self._groups(layout) is not None:
             return self._try_capture(state, call, ready)
         with held_back(not is_hopeless):
-            return self._run(call, _ADDS_TO_FIRST) if adds_to_first else self._note(state, call)
+            return self._run(call, SkipReason(_ADDS_TO_FIRST)) if adds_to_first else self._note(state, call)
 
     def _why_not_looked_at(self, layout: Any, is_hopeless: bool) -> SkipReason | None:
         """Why a call runs in Python whatever its state is; None if it may be captured or noted."""
