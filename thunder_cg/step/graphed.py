@@ -339,14 +339,11 @@ class GraphedStep:
 
     def _run_after(self, failure: CaptureRefused | RanksDiffer, state: StepState, call: _Call, calls: Calls) -> Any:
         """A call whose capture failed."""
-        if failure.may_pass:
-            self._count_unstable(failure.reason)
+        self._note_failure(failure, call.layout, state.facts)
         if isinstance(failure, CallsMore):
             del self._ready[call.layout]
             self._called |= calls.found
             return self._observe(call)
-        if not failure.may_pass:
-            self._refuse(call.layout, state.facts, failure.reason)
         with held_back(isinstance(failure, RanksDiffer) and failure.may_pass and self._unstable < _MAX_UNSTABLE):
             return self._run(call, failure.reason)
 
@@ -377,21 +374,24 @@ class GraphedStep:
     ) -> None:
         """See Note [Captures of one call] in recording.py."""
         self.skipped[problem.reason] += 1
-        if not isinstance(problem, CallsMore):
-            if not self.recordings:
-                self.release()
-            if problem.may_pass:
-                self._count_unstable(problem.reason)
-            else:
-                self._refuse(layout, recording.state.facts, problem.reason)
+        reads_more = isinstance(problem, CallsMore)
+        if not (reads_more or self.recordings):
+            self.release()
+        self._note_failure(problem, layout, recording.state.facts)
+        if not reads_more:
             return
         self._called |= calls.found
-        self._count_unstable(problem.reason)
         whole = self._whole_state()
         if self._attributes.observe(whole.kinds, whole.compiled_kinds):
             del self._ready[layout]
         else:
             self._ready[layout] = [replace(ready, facts=self._state().facts)]
+
+    def _note_failure(self, failure: CaptureRefused | RanksDiffer, layout: Any, facts: Facts) -> None:
+        if failure.may_pass:
+            self._count_unstable(failure.reason)
+        else:
+            self._refuse(layout, facts, failure.reason)
 
     def _count_unstable(self, reason: SkipReason) -> None:
         """Counts a call that does not lead to a replay, and why."""
