@@ -45,7 +45,7 @@ class StepReport(FunctionReport):
 
     @classmethod
     def of(cls, step: GraphedStep) -> StepReport:
-        in_python = dict(_merged(step.skipped, step.fixes).most_common())
+        in_python = dict(_merged(step.skipped, step.if_repeated).most_common())
         nodes = tuple(recording.graph.counts() for recording in step.recordings)
         counts = step.calls, step.replays, step.captures
         said = tuple(tuple(_collectives(recording.communicates)) for recording in step.recordings)
@@ -113,7 +113,7 @@ def _parts(reason: str) -> Iterator[str]:
     yield from (problem, *(each.strip(" ()") for each in asides), *fix)
 
 
-def _merged(reasons: Mapping[SkipReason, int], fixes: Mapping[SkipReason, str]) -> Counter[str]:
+def _merged(reasons: Mapping[SkipReason, int], if_repeated: Mapping[SkipReason, str]) -> Counter[str]:
     """What is about one thing that changes as one reason, with the first values, and the most that is said of it.
 
     Of "n changed from 1 to 2, in the step" and "n changed from 2 to 3, in each step; make it a tensor" it makes
@@ -123,15 +123,15 @@ def _merged(reasons: Mapping[SkipReason, int], fixes: Mapping[SkipReason, str]) 
     for reason in reasons:
         about = _VALUES.sub("", _SEE.sub("", reason.problem)).replace(_IN_EACH, _ONCE)
         alike.setdefault(about.partition(_ONCE)[0], []).append(reason)
-    of_each = (Counter({_as_one(same, fixes): sum(map(reasons.__getitem__, same))}) for same in alike.values())
+    of_each = (Counter({_as_one(same, if_repeated): sum(map(reasons.__getitem__, same))}) for same in alike.values())
     return sum(of_each, Counter[str]())
 
 
-def _as_one(same: Sequence[SkipReason], fixes: Mapping[SkipReason, str]) -> str:
+def _as_one(same: Sequence[SkipReason], if_repeated: Mapping[SkipReason, str]) -> str:
     first, *others = same
     if not others:
         return str(first)
-    said = (SkipReason(_VALUES.sub("", each.problem), each.fix or fixes.get(each, "")) for each in same)
+    said = (SkipReason(_VALUES.sub("", each.problem), each.fix or if_repeated.get(each, "")) for each in same)
     problem, fix = max(said, key=lambda each: len(str(each)))
     if any(_IN_EACH in each.problem for each in others):
         problem = problem.replace(_ONCE, _IN_EACH, 1)

@@ -41,20 +41,12 @@ from thunder_cg.runtime.ranks.agreement import Collectives, Round
 from thunder_cg.runtime.ranks.groups import meets
 from thunder_cg.runtime.ranks.steps import StepCall, call_of_step
 from thunder_cg.runtime.skip_reasons import held_back, skip_reason
+from thunder_cg.step import fixes
 from thunder_cg.step.attributes import Attributes
 from thunder_cg.step.averages import move_counters
 from thunder_cg.step.batch import Batch, changed_argument
 from thunder_cg.step.calls import Calls
 from thunder_cg.step.facts import Facts
-from thunder_cg.step.fixes import (
-    change_between,
-    fix_if_repeated,
-    fix_of_change,
-    fix_of_changed_argument,
-    of_first_step,
-    reason_of,
-    reason_of_change,
-)
 from thunder_cg.step.gradients import FirstGradients, GraphGradient
 from thunder_cg.step.memory import PythonCall, making_states_apart, nbytes
 from thunder_cg.step.outside import named, states_outside, thread_states
@@ -148,7 +140,7 @@ class GraphedStep:
         self._last_call: dict[Any, int] = {}  # in Python, by layout
         self.calls = self.replays = self.captures = self.raised = 0
         self.skipped: Counter[SkipReason] = Counter()
-        self.fixes: dict[SkipReason, str] = {}  # of those reasons that need none where they are true once
+        self.if_repeated: dict[SkipReason, str] = {}  # fixes of these reasons, which need none where they are true once
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, such as one in a copy of the module that has the step, begins anew."""
@@ -404,7 +396,7 @@ class GraphedStep:
     def _note(self, state: StepState, call: _Call) -> Any:
         """Runs a call in Python, and notes whether it leaves the state as it was."""
         reason, fix = self._what_is_new(call.layout, state)
-        self.fixes[reason] = fix
+        self.if_repeated[reason] = fix
         whole = self._whole_state()
         is_new, seen = self._attributes.observe(whole.kinds, whole.compiled_kinds), self._attributes.seen
         outside, python = states_outside(whole.device), PythonCall(whole, self._backend)
@@ -421,7 +413,7 @@ class GraphedStep:
         before, now = outside | state.facts, states_outside(state.device) | after.facts
         before, now = ({label: v for label, v in each.items() if label not in carried} for each in (before, now))
         change = None if is_new else state.moved_since(places, may_move=True)
-        change = change or reason_of_change(before, now, state, self._roots)
+        change = change or fixes.reason_of_change(before, now, state, self._roots)
         if change is None:
             needs = python.allocated(after)
             facts = self._state().facts if is_new or carried else state.facts
@@ -440,7 +432,8 @@ class GraphedStep:
             if len(self._ready) == _MAX_UNSTABLE and not self.captures:
                 self._warn(reason)
         elif not reason.problem.startswith(_FIRST):
-            self._count_unstable(SkipReason(reason.problem, self.fixes[reason] or fix_if_repeated(reason.problem)))
+            fix = self.if_repeated[reason] or fixes.fix_if_repeated(reason.problem)
+            self._count_unstable(SkipReason(reason.problem, fix))
 
     def _note_change(self, layout: Any, change: SkipReason, state: StepState, by_now: StepState) -> None:
         """A call in Python has changed its state."""
@@ -451,25 +444,25 @@ class GraphedStep:
             self._refuse(layout, state.facts, objection)
             return
         problem, fix = change
-        self.skipped[SkipReason(f"{problem}, in the step{'' if fix else of_first_step(problem)}", fix)] += 1
-        self._count_unstable(SkipReason(problem, fix or fix_if_repeated(problem)))
+        self.skipped[SkipReason(f"{problem}, in the step{'' if fix else fixes.of_first_step(problem)}", fix)] += 1
+        self._count_unstable(SkipReason(problem, fix or fixes.fix_if_repeated(problem)))
 
     def _what_is_new(self, layout: Any, state: StepState) -> tuple[SkipReason, str]:
         """Why a call runs in Python and is noted, and what to do about that if it is so in each call."""
         known = next(iter(self._ready.get(layout, ())), None)
-        if known is not None and (change := change_between(known.facts, state.facts)) is not None:
-            fix = fix_of_change(change, state.facts, self._roots, in_step=False)
+        if known is not None and (change := fixes.change_between(known.facts, state.facts)) is not None:
+            fix = fixes.fix_of_change(change, state.facts, self._roots, in_step=False)
             return SkipReason(f"{change}{state.line_of(change) if fix else ''}{_BETWEEN}"), fix
         before, self._new_layout = self._new_layout, layout
         states = [named(each[3:]) for each in (before, layout) if each is not None]
-        if len(states) == 2 and (change := change_between(*states)) is not None:
+        if len(states) == 2 and (change := fixes.change_between(*states)) is not None:
             return SkipReason(f"{_FIRST}, since {change}"), ""
         if before is not None and (changed := changed_argument(before, layout)) is not None:
             name, then, now = changed
             problem = f"{name} changed from {then!r:.80} to {now!r:.80}"
             if name.startswith(_SHAPE):
                 return SkipReason(problem, for_shapes((then, now))), ""
-            return SkipReason(problem), fix_of_changed_argument(now)
+            return SkipReason(problem), fixes.fix_of_changed_argument(now)
         return SkipReason(_FIRST), ""
 
     def _capture(self, state: StepState, call: _Call, ready: _Ready, calls: Calls, votes: Round) -> StepRecording:
@@ -508,7 +501,7 @@ class GraphedStep:
         except (CaptureLater, NoRoom, RanksDiffer):
             raise
         except Exception as error:
-            raise CaptureRefused(*(calls.objection or reason_of(error))) from error
+            raise CaptureRefused(*(calls.objection or fixes.reason_of(error))) from error
         finally:
             if any_autocast_enabled():  # it holds weights in the pool
                 torch.clear_autocast_cache()
