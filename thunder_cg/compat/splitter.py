@@ -1,4 +1,4 @@
-"""Names of FX graphs and of Thunder's splitter of them, for ``thunderfx``. Checked with lightning-thunder 0.2.6."""
+"""Has Thunder's splitter of Dynamo's graphs keep more operators, for ``thunderfx``. Checked with Thunder 0.2.6."""
 
 from __future__ import annotations
 
