@@ -866,6 +866,14 @@ def test_python_that_changes_something_is_named(step_twins):
         assert step.captures == 0 and said in why(step), why(step)
 
 
+def test_captures_that_do_not_pay(step_twins, monkeypatch):
+    monkeypatch.setattr(graphed, "_MAX_CAPTURES", 1)
+    step = step_twins.graphed(lambda x: x * 2)
+    for size in (3, 3, 3, 4, 4, 4):
+        step(torch.ones(size, device=step_twins.device))
+    assert step.captures == step.replays == 1 and "captured 1 times and replayed 1 times" in why(step), why(step)
+
+
 def with_loss(inner):
     """Makes a step that does something with its loss and its optimizer, after the backward."""
 
