@@ -116,3 +116,18 @@ class CachedAttention(nn.Module):
         scores = q @ self.keys.transpose(1, 2) / q.shape[-1] ** 0.5
         scores = torch.where(self.steps <= position, scores, float("-inf"))
         return torch.softmax(scores, dim=-1) @ self.values
+
+
+class Precomputed(torch.autograd.Function):
+    """Its gradient is what the forward has left, as in fused losses."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        z = torch.tanh(x) * 2
+        ctx.save_for_backward(z)
+        return z.sum() + y
+
+    @staticmethod
+    def backward(ctx, g):
+        (saved,) = ctx.saved_tensors
+        return saved, g

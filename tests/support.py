@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -57,6 +58,25 @@ Optimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 
 def sgd(parameters: Iterable[torch.nn.Parameter], **options: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, **options)
+
+
+def on_threads(*calls: Callable[[], object]) -> None:
+    """Makes all calls at once, each on a thread of its own. Raises what one of them has raised."""
+    errors: list[BaseException] = []
+
+    def make(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=make, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 def train(model: Any, batches: Sequence[Sequence[torch.Tensor]], optimizer: Optimizer = sgd) -> list[torch.Tensor]:

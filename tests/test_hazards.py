@@ -103,15 +103,15 @@ from __future__ import annotations
 
 import copy
 import gc
-import threading
 import weakref
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import thunder
 import torch
-from models import Dropout, LayerNorm, Linear
-from support import programs, regions, replays, same, same_state
+from models import Dropout, LayerNorm, Linear, Precomputed
+from support import on_threads, programs, regions, replays, same, same_state
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -792,21 +792,6 @@ def test_gradients_are_kept(twins, device):
         same(a, b)
 
 
-class Precomputed(torch.autograd.Function):
-    """Its gradient is what the forward has left, as in fused losses."""
-
-    @staticmethod
-    def forward(ctx, x, y):
-        z = torch.tanh(x) * 2
-        ctx.save_for_backward(z)
-        return z.sum() + y
-
-    @staticmethod
-    def backward(ctx, g):
-        (saved,) = ctx.saved_tensors
-        return saved, g
-
-
 def test_saved_gradients(twins, device):
     plain, graphed = twins(lambda x, w, y: Precomputed.apply(x + w.t(), torch.sin(y * 2) * 3))
     kept = []
@@ -1409,26 +1394,17 @@ def test_threads(twins, device):
     plain, graphed = twins(MLP())
     graphed(torch.randn(4, 8, device=device)).sum().backward()
     plain(torch.randn(4, 8, device=device)).sum().backward()
-    errors = []
 
     def run(seed):
-        try:
-            generator = torch.Generator().manual_seed(seed)
-            for _ in range(20):
-                x = torch.randn(4, 8, generator=generator).to(device)
-                with torch.no_grad():
-                    expected = nn.functional.linear(x, plain.first.weight, plain.first.bias)
-                    expected = plain.second(torch.relu(plain.norm(expected)))
-                torch.testing.assert_close(graphed(x), expected)
-        except Exception as error:
-            errors.append(error)
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(20):
+            x = torch.randn(4, 8, generator=generator).to(device)
+            with torch.no_grad():
+                expected = nn.functional.linear(x, plain.first.weight, plain.first.bias)
+                expected = plain.second(torch.relu(plain.norm(expected)))
+            torch.testing.assert_close(graphed(x), expected)
 
-    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors[0]
+    on_threads(*(partial(run, seed) for seed in range(4)))
 
 
 def test_too_many_in_flight(twins, device):
@@ -1510,27 +1486,18 @@ def test_backwards_on_several_threads(transform, device):
     models = [MLP().to(device) for _ in range(4)]
     plain = [plain_of(model, number) for number, model in enumerate(models)]
     graphed = [thunder.jit(model, transforms=[shared]) for model in models]
-    errors = []
 
     def train(some, seed):
         generator = torch.Generator().manual_seed(seed)
-        try:
-            for _ in range(20):
-                x = torch.randn(4, 8, generator=generator).to(device)
-                for model in some:
-                    x = model(x).tanh()
-                x.square().sum().backward()
-        except Exception as error:
-            errors.append(error)
+        for _ in range(20):
+            x = torch.randn(4, 8, generator=generator).to(device)
+            for model in some:
+                x = model(x).tanh()
+            x.square().sum().backward()
 
     for some in (plain, graphed):
         train(some, 7)  # Thunder compiles on one thread at a time
-        threads = [threading.Thread(target=train, args=(some[i : i + 2], i)) for i in (0, 2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert not errors, errors[0]
+        on_threads(*(partial(train, some[i : i + 2], i) for i in (0, 2)))
     for a, b in zip(plain, graphed):
         same_state(a, b)
 

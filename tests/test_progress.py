@@ -7,6 +7,7 @@ import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import thunder
 import torch
 from models import mlp
+from support import on_threads
 from torch import nn
 
 import thunder_cg
@@ -180,11 +182,7 @@ def test_stages_of_several_threads(terminal: Terminal, clock: SimpleNamespace) -
             with Stage(lambda: name, began=clock.now - 3), Stage(lambda: f"{name}{name}"):
                 pass
 
-    threads = [threading.Thread(target=call, args=(name,)) for name in "abc"]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    on_threads(*(partial(call, name) for name in "abc"))
     assert {text.partition(",")[0] for text in terminal.lines()} == {"", *"abc", *(2 * name for name in "abc")}
     assert terminal.lines()[-1] == "" and not progress._line._stages
 

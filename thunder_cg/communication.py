@@ -41,31 +41,31 @@ _Begun = tuple[Any, torch.Tensor]
 
 
 def _all_reduce(x: torch.Tensor, op: str, group: dist.ProcessGroup) -> _Begun:
-    found = x.clone(memory_format=torch.contiguous_format)
-    return dist.all_reduce(found, getattr(dist.ReduceOp, op.upper()), group, async_op=True), found
+    result = x.clone(memory_format=torch.contiguous_format)
+    return dist.all_reduce(result, getattr(dist.ReduceOp, op.upper()), group, async_op=True), result
 
 
 def _broadcast(x: torch.Tensor, source: int, group: dist.ProcessGroup) -> _Begun:
-    found = x.clone(memory_format=torch.contiguous_format)
-    return dist.broadcast(found, group=group, group_src=source, async_op=True), found
+    result = x.clone(memory_format=torch.contiguous_format)
+    return dist.broadcast(result, group=group, group_src=source, async_op=True), result
 
 
 def _all_gather(x: torch.Tensor, shape: Sequence[int], group: dist.ProcessGroup) -> _Begun:
-    found = x.new_empty(shape)
-    return dist.all_gather_into_tensor(found, x.contiguous(), group, async_op=True), found
+    result = x.new_empty(shape)
+    return dist.all_gather_into_tensor(result, x.contiguous(), group, async_op=True), result
 
 
 def _reduce_scatter(x: torch.Tensor, shape: Sequence[int], op: str, group: dist.ProcessGroup) -> _Begun:
-    found = x.new_empty(shape)
+    result = x.new_empty(shape)
     reduction = getattr(dist.ReduceOp, op.upper())
-    return dist.reduce_scatter_tensor(found, x.contiguous(), reduction, group, async_op=True), found
+    return dist.reduce_scatter_tensor(result, x.contiguous(), reduction, group, async_op=True), result
 
 
 def _all_to_all(
     x: torch.Tensor, shape: Sequence[int], received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup
 ) -> _Begun:
-    found = x.new_empty(shape)
-    return dist.all_to_all_single(found, x.contiguous(), [*received], [*sent], group, async_op=True), found
+    result = x.new_empty(shape)
+    return dist.all_to_all_single(result, x.contiguous(), [*received], [*sent], group, async_op=True), result
 
 
 def _wait(begun: _Begun) -> torch.Tensor:

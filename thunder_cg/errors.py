@@ -1,15 +1,32 @@
-"""Every exception of the package. A message says what happened, where, both values, and what to do about it."""
+"""Every exception of the package. A message says what happened, where, both values, and what to do about it.
+
+Those that only have something run eagerly keep the two apart: `SkipReason`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 NO_SECOND_DERIVATIVES = (
     "Thunder has no second derivatives, with and without CUDA graphs, and this backward goes through a gradient that a "
     "compiled function has computed with create_graph=True; do not compile what is differentiated twice, or detach() "
     "the gradient if it is meant as a constant"
 )
+
+
+class SkipReason(NamedTuple):
+    """Why something is not captured, or runs eagerly.
+
+    Attributes:
+        fix: what changes that, where somebody can; "" if it needs no change, or nothing changes it.
+    """
+
+    problem: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.problem}; {self.fix}" if self.fix else self.problem
 
 
 class CudagraphError(Exception):
@@ -137,13 +154,21 @@ class DisagreementWarning(UserWarning):
     """`verify` found a graph that does not do what its ops do: earlier replays of it may have been wrong."""
 
 
-class CaptureRefused(CudagraphError, RuntimeError):
-    """What a backend raises while capturing, for an operation that a graph cannot hold.
+class Skipped(CudagraphError, RuntimeError):
+    """Something runs eagerly.
 
-    ``may_pass`` says whether a later call may be captured.
+    Attributes:
+        reason: why.
+        may_pass: whether a later call may do better.
     """
 
-    may_pass = False
+    def __init__(self, problem: object, fix: str = "", *, may_pass: bool = False) -> None:
+        self.reason, self.may_pass = SkipReason(str(problem), fix), may_pass
+        super().__init__(str(self.reason))
+
+
+class CaptureRefused(Skipped):
+    """What a backend raises while capturing, for an operation that a graph cannot hold."""
 
 
 def without_frames(error: _Error) -> _Error:
@@ -155,7 +180,8 @@ def without_frames(error: _Error) -> _Error:
 class CaptureLater(CaptureRefused):
     """What keeps a step from being captured in this call only."""
 
-    may_pass = True
+    def __init__(self, problem: str, fix: str = "") -> None:
+        super().__init__(problem, fix, may_pass=True)
 
 
 class NoRoom(CaptureRefused):
@@ -164,22 +190,19 @@ class NoRoom(CaptureRefused):
     It may pass if older graphs went for it.
     """
 
-    def __init__(self, problem: str, *, may_pass: bool) -> None:
-        super().__init__(problem)
-        self.may_pass = may_pass
 
-
-class RanksDiffer(CudagraphError, RuntimeError):
+class RanksDiffer(Skipped):
     """What keeps a region that communicates from being captured on this rank: another rank does something else.
 
+    It may pass if the ranks may agree at a later call.
+
     Attributes:
-        may_pass: whether the ranks may agree at a later call.
         no_answer: whether the other rank said nothing.
     """
 
-    def __init__(self, problem: str, *, may_pass: bool, no_answer: bool = False) -> None:
-        super().__init__(problem)
-        self.may_pass, self.no_answer = may_pass, no_answer
+    def __init__(self, problem: str, fix: str = "", *, may_pass: bool, no_answer: bool = False) -> None:
+        super().__init__(problem, fix, may_pass=may_pass)
+        self.no_answer = no_answer
 
 
 class OptionsDiffer(CudagraphError, RuntimeError):
@@ -190,7 +213,7 @@ class OptionsDiffer(CudagraphError, RuntimeError):
         super().__init__(f"{label}: {problem}; {why}; compile it on all ranks alike")
 
 
-class ReplayRefused(CudagraphError, RuntimeError):
+class ReplayRefused(Skipped):
     """What a graph raises that could not be launched. Nothing of it ran, so its ops may run instead."""
 
     def __init__(self, problem: object) -> None:

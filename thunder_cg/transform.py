@@ -40,9 +40,9 @@ from thunder_cg.compat.compilation import (
 )
 from thunder_cg.compat.compiled import has_pytorchs_numbers, hooks_on_gradients
 from thunder_cg.compat.dtypes import promote_as_pytorch
-from thunder_cg.compat.lines import keep_lines_and_effects
+from thunder_cg.compat.lines import keep_lines
 from thunder_cg.compat.settings import autocast_dtype
-from thunder_cg.compat.thunder import TraceCtx
+from thunder_cg.compat.thunder import TraceCtx, keep_effects_once
 from thunder_cg.compat.torch_compile import stacks_of_generated_code
 from thunder_cg.compile_log import NamedOperators, log_compiled, warn_of_losses, warn_of_wrong_gradients
 from thunder_cg.emit import Emitter, returned_and_saved, taken_names
@@ -98,7 +98,8 @@ class CudagraphTransform(compat.Transform):
     def __init__(self, options: Options, stand_in: str | None = None) -> None:
         super().__init__()
         trace_collectives()
-        keep_lines_and_effects(symbol_has_effect)
+        keep_lines()
+        keep_effects_once(symbol_has_effect)
         promote_as_pytorch()
         on_compile(_compile_scope, note_compile_failure)
         self.options = options

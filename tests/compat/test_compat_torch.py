@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict, namedtuple
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from support import on_threads
 from torch import nn
 from torch.utils import _pytree
 
@@ -145,9 +145,7 @@ def test_autograd_can_be_switched_off_below() -> None:
     with torch._C._AutoDispatchBelowAutograd():
         assert is_below_autograd()
     found = []
-    thread = threading.Thread(target=lambda: found.append(not is_below_autograd()))
-    thread.start()
-    thread.join()
+    on_threads(lambda: found.append(not is_below_autograd()))
     assert found == [True]
 
 
@@ -237,9 +235,7 @@ def test_inductor_times_kernels_where_it_is_told_to(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(compile_fx, "clone_preserve_strides", lambda tensor: timed.append(("a copy", *inside)))
     with timing_kernels_in(place):
         benchmarker.benchmark_gpu("first")
-        other = threading.Thread(target=benchmarker.benchmark_gpu, args=("another thread's",))
-        other.start()
-        other.join()
+        on_threads(lambda: benchmarker.benchmark_gpu("another thread's"))
     benchmarker.benchmark_gpu("last")
     assert timed == [
         ("first", "64 bytes"),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import gc
-import threading
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import thunder
 import torch
 from models import Linear
-from support import fast_path_calls, no_fast_path, same, same_state
+from support import fast_path_calls, no_fast_path, on_threads, same, same_state
 from thunder.core.interpreter import InterpreterError
 from torch import nn
 from torch.autograd import forward_ad
@@ -270,26 +270,17 @@ def test_gradients_that_are_synchronized(twins, device):
 
 def test_threads(twins, device):
     plain, graphed = twins(mlp())
-    errors = []
 
     def run(seed: int) -> None:
-        try:
-            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed)).to(device)
-            expected = torch.autograd.grad(plain._model(x).square().sum(), list(plain._model.parameters()))
-            for _ in range(10):
-                found = torch.autograd.grad(graphed(x).square().sum(), list(graphed.parameters()))
-                torch.testing.assert_close(found, expected)
-        except Exception as error:
-            errors.append(error)
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed)).to(device)
+        expected = torch.autograd.grad(plain._model(x).square().sum(), list(plain._model.parameters()))
+        for _ in range(10):
+            found = torch.autograd.grad(graphed(x).square().sum(), list(graphed.parameters()))
+            torch.testing.assert_close(found, expected)
 
     for model in (plain, graphed):
         model(torch.randn(3, 4, device=device)).sum().backward()
-    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors[0]
+    on_threads(*(partial(run, seed) for seed in range(4)))
     assert fast_path_calls(graphed) > 0
     for model in (plain, graphed):
         model.zero_grad()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import gc
 import sys
-import threading
 
 import pytest
 import thunder
 import torch
 from models import GPT, mlp
-from support import regions, replays, same, same_state, same_training, twice
+from support import on_threads, regions, replays, same, same_state, same_training, twice
 from torch import nn
 
 from thunder_cg import cudagraph_transform, explain
@@ -345,26 +344,17 @@ def _twenty_steps(plain, graphed, batch):
 
 def test_draws_on_several_threads():
     """PyTorch refuses draws while another thread captures, so warm-ups wait for captures."""
-    errors: list[BaseException] = []
 
     def work() -> None:
-        try:
-            for _ in range(8):
-                jfn = thunder.jit(
-                    lambda x: torch.sin(nn.functional.dropout(torch.cos(x) * 2, 0.5)) * 3,
-                    transforms=[cudagraph_transform()],
-                )
-                for rows in (8, 16, 8, 16, 8, 16):
-                    jfn(torch.ones(rows, 64, device="cuda"))
-        except BaseException as error:
-            errors.append(error)
+        for _ in range(8):
+            jfn = thunder.jit(
+                lambda x: torch.sin(nn.functional.dropout(torch.cos(x) * 2, 0.5)) * 3,
+                transforms=[cudagraph_transform()],
+            )
+            for rows in (8, 16, 8, 16, 8, 16):
+                jfn(torch.ones(rows, 64, device="cuda"))
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    on_threads(*[work] * 4)
 
 
 def test_plans_of_fourier_transforms():
@@ -407,9 +397,7 @@ def test_threads_that_never_used_the_device(trains):
     for _ in range(3):
         call()
     for _ in range(2):
-        worker = threading.Thread(target=call)
-        worker.start()
-        worker.join()
+        on_threads(call)
     torch.cuda.synchronize()
     with torch.no_grad():
         expected = model(*inputs)

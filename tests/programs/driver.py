@@ -28,6 +28,7 @@ from language import (
     Write,
 )
 from operators import Effects, Flaky, Operators, current
+from support import on_threads
 from thunder.core.transform_common import Transform
 from torch import nn
 
@@ -141,21 +142,9 @@ class World:
     def _in_thread(self, thread: bool, work: Callable[[], Any]) -> Any:
         if not thread:
             return work()
-        found: list[Any] = []
-
-        def run() -> None:
-            try:
-                found.append((work(), None))
-            except Exception as error:
-                found.append((None, error))
-
-        worker = threading.Thread(target=run)
-        worker.start()
-        worker.join()
-        result, error = found[0]
-        if error is not None:
-            raise error
-        return result
+        results: list[Any] = []
+        on_threads(lambda: results.append(work()))
+        return results[0]
 
     def _inputs(self, variant: Variant, layouts: Sequence[str], seed: int) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(seed)
@@ -643,7 +632,7 @@ def reproduction(example: Example, device: str) -> str:
     patterns = "".join(
         f"    ({''.join(f'{chr(10)}        {s},' for s in steps)}\n    ),\n" for steps in example.patterns
     )
-    return f"""# PYTHONPATH=.:tests/programs python reproduction.py
+    return f"""# PYTHONPATH=.:tests:tests/programs python reproduction.py
 import torch
 import torch.nn.functional as F
 from driver import *

@@ -815,7 +815,7 @@ def test_data_of_a_tensor_is_detached(monkeypatch):
         compiled, x = thunderfx(function, backend="tape"), torch.rand(3, requires_grad=True)
         torch.testing.assert_close(compiled(x), function(x))
         found = explain(compiled).outside
-        assert (not found) if function is scales else found[0].reason.endswith("write to x under torch.no_grad()")
+        assert (not found) if function is scales else found[0].fix.endswith("write to x under torch.no_grad()")
         assert function is scales or found[0].operator == "Tensor.data"
 
 

@@ -15,7 +15,7 @@ import torch
 from support import programs, run_what_inductor_gets
 
 from thunder_cg import cudagraph_transform, explain, thunderfx
-from thunder_cg.errors import NotCompiledError
+from thunder_cg.errors import NotCompiledError, SkipReason
 from thunder_cg.report.programs import outside_of, understood
 
 INSTEAD = "use other operators, or one of your own with torch.library, which allow= names"
@@ -151,8 +151,8 @@ def test_what_thunder_leaves_to_inductor_is_not_silent(monkeypatch: pytest.Monke
 def test_what_inductor_gets_is_an_error_with_strict_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     run_what_inductor_gets(monkeypatch)
 
-    def object_to_sinc(node: torch.fx.Node) -> str | None:
-        return (said := _object_to_sinc(node)) and f"{said}; drop it"
+    def object_to_sinc(node: torch.fx.Node) -> SkipReason | None:
+        return (reason := _object_to_sinc(node)) and reason._replace(fix="drop it")
 
     monkeypatch.setattr("thunder_cg.dynamo.compiler.objections", lambda *_: object_to_sinc)
     line = f"{Path(__file__).name}:{half_supported.__code__.co_firstlineno + 1}"
@@ -176,8 +176,8 @@ def test_what_inductor_compiles_in_a_graph_is_named(monkeypatch: pytest.MonkeyPa
     assert report.to_dict()["joined"][0]["operator"] == "sinc"
 
 
-def _object_to_sinc(node: torch.fx.Node) -> str | None:
-    return "is left out by a test" if "sinc" in node.name else None
+def _object_to_sinc(node: torch.fx.Node) -> SkipReason | None:
+    return SkipReason("is left out by a test") if "sinc" in node.name else None
 
 
 @pytest.mark.parametrize(
@@ -208,34 +208,27 @@ def test_thunders_words_are_understood(said: str, expected: tuple[str, str, str]
 
 
 @pytest.mark.parametrize(
-    ("said", "raised", "reason"),
+    ("said", "raised", "problem"),
     [
         (
             "Failed while running meta for {}, see exception field",
             "no rows\n",
-            f"has arguments that Thunder refuses: no rows; {INSTEAD}",
+            "has arguments that Thunder refuses: no rows",
         ),
-        (
-            "Failed while creating proxy for {}, see exception field",
-            "",
-            f"has arguments that Thunder refuses; {INSTEAD}",
-        ),
-        (
-            "Failed while running meta for {}, see exception field",
-            "VJP for it",
-            f"has no gradient in Thunder; {INSTEAD}",
-        ),
-        ("{} didn't have any mapping in thunder.", None, f"is unknown to Thunder; {INSTEAD}"),
+        ("Failed while creating proxy for {}, see exception field", "", "has arguments that Thunder refuses"),
+        ("Failed while running meta for {}, see exception field", "VJP for it", "has no gradient in Thunder"),
+        ("{} didn't have any mapping in thunder.", None, "is unknown to Thunder"),
     ],
 )
-def test_thunders_reasons_are_understood(said: str, raised: str | None, reason: str) -> None:
+def test_thunders_reasons_are_understood(said: str, raised: str | None, problem: str) -> None:
     """Where its splitter tries an operator, and what that raises."""
     module = torch.fx.symbolic_trace(lambda x: torch.sin(x) + 1)
     split = SimpleNamespace(info=said.format("node with name: sin and target: <method sin at 0x7f>"), exception=raised)
     graph = SimpleNamespace(
         original_graph_module=module, submodule_to_compiled_functions={}, thunder_compiled_fns=[], split_reasons=[split]
     )
-    assert [(each.operator, each.reason) for each in outside_of("Net", graph)] == [("sin", f"it {reason}")]
+    found = [(each.operator, each.reason, each.fix) for each in outside_of("Net", graph)]
+    assert found == [("sin", f"it {problem}", INSTEAD)]
 
 
 @pytest.mark.parametrize("given", [function, Net(), None, torch.compile(function), torch.compile(Net())])

@@ -11,7 +11,7 @@ from threading import Event, Thread
 import pytest
 import torch
 from models import mlp
-from support import programs, replays, same, same_state, twice
+from support import on_threads, programs, replays, same, same_state, twice
 
 from thunder_cg import cudagraph_transform, release
 from thunder_cg.compat import cuda, distributed
@@ -424,9 +424,7 @@ def test_another_thread_leaves_what_is_held_where_it_is(device, pair):
         both(pair, batch(device, i))
     before, results = addresses(graphed), []
     for _ in range(3):
-        thread = Thread(target=lambda: results.append(step_on_another(graphed, batch(device, 9))))
-        thread.start()
-        thread.join()
+        on_threads(lambda: results.append(step_on_another(graphed, batch(device, 9))))
         assert addresses(graphed) == before
         same_state(*pair)
     same(results[0], results[-1])
@@ -437,9 +435,7 @@ def test_another_thread_leaves_what_is_held_where_it_is(device, pair):
 def test_what_a_thread_leaves_behind_is_moved(device, pair):
     for i in range(3):
         both(pair, batch(device, i))
-    thread = Thread(target=both, args=(pair, batch(device, 3)))
-    thread.start()
-    thread.join()
+    on_threads(lambda: both(pair, batch(device, 3)))
     for model in pair:
         model(batch(device, 4)).square().mean().backward()
     same_state(*pair)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import contextmanager
 from functools import partial
 
 import pytest
 import torch
+from support import on_threads
 
 from thunder_cg.compat import cuda
 from thunder_cg.runtime.cuda import streams
@@ -94,9 +94,7 @@ def test_arenas_of_one_thread_and_stream_share_workspaces_and_are_ordered(fake, 
     found = []
     for is_backward in (False, True):  # which runs on a thread of autograd's
         monkeypatch.setattr(streams, "in_backward", partial(bool, is_backward))
-        thread = threading.Thread(target=lambda: found.append(prepared()))
-        thread.start()
-        thread.join()
+        on_threads(lambda: found.append(prepared()))
     assert found[0] is not first and found[1] is first
 
 
@@ -156,9 +154,7 @@ def test_nothing_is_freed_where_that_could_harm_a_graph(fake, why):
             stream.give_back()
     else:
         with capture_lock:
-            worker = threading.Thread(target=stream.give_back)
-            worker.start()
-            worker.join()
+            on_threads(stream.give_back)
     assert fake.cleared == 0 and fake.pools == {1: 32}
     with capture_lock.if_free() as is_free:
         assert is_free

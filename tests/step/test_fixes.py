@@ -109,7 +109,7 @@ def test_optimizers_on_a_gpu(monkeypatch, name, fix):
     optimizer = getattr(torch.optim, name)([nn.Parameter(torch.ones(1))])
     facts = {"optimizer": Same(optimizer)}
     change = "optimizer.state[0]['step'] (version) changed from 1 to 2"
-    assert fixes.fix_of_change(change, facts, {}, in_step=True) == f"; {READS}{fix}"
+    assert fixes.fix_of_change(change, facts, {}, in_step=True) == f"{READS}{fix}"
     change = "optimizer.param_groups[0]['lr'] changed from 1 to 2"
     assert fixes.fix_of_change(change, facts, {}, in_step=False).endswith(f"which a scheduler then writes, and {fix}")
 

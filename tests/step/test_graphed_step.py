@@ -866,7 +866,17 @@ def test_python_that_changes_something_is_named(step_twins):
         assert step.captures == 0 and said in why(step), why(step)
 
 
-def test_a_value_read_on_the_host_where_somebody_catches_errors(step_twins):
+def test_captures_that_do_not_pay(step_twins, monkeypatch):
+    monkeypatch.setattr(graphed, "_MAX_CAPTURES", 1)
+    step = step_twins.graphed(lambda x: x * 2)
+    for size in (3, 3, 3, 4, 4, 4):
+        step(torch.ones(size, device=step_twins.device))
+    assert step.captures == step.replays == 1 and "captured 1 times and replayed 1 times" in why(step), why(step)
+
+
+def with_loss(inner):
+    """Makes a step that does something with its loss and its optimizer, after the backward."""
+
     def make(model):
         optimizer = sgd(model.parameters())
 
@@ -874,17 +884,24 @@ def test_a_value_read_on_the_host_where_somebody_catches_errors(step_twins):
             optimizer.zero_grad()
             loss = cross_entropy(model(x), y)
             loss.backward()
-            try:
-                is_good = loss.item() < 100
-            except Exception:
-                is_good = False
-            if is_good:
-                optimizer.step()
+            inner(loss, optimizer)
             return loss
 
         return step
 
-    step = step_twins.train(make, 6)
+    return make
+
+
+def test_a_value_read_on_the_host_where_somebody_catches_errors(step_twins):
+    def inner(loss, optimizer):
+        try:
+            is_good = loss.item() < 100
+        except Exception:
+            is_good = False
+        if is_good:
+            optimizer.step()
+
+    step = step_twins.train(with_loss(inner), 6)
     assert step.captures == 0 and "is_good = loss.item() < 100" in why(step), why(step)
     assert step_twins.device == "cuda" or "reading a tensor's value, as item() does" in why(step)
 
@@ -892,45 +909,27 @@ def test_a_value_read_on_the_host_where_somebody_catches_errors(step_twins):
 def test_what_breaks_a_capture_is_named_if_the_step_catches_it(step_twins, monkeypatch):
     """A capture of CUDA goes on after the error, and is found to be broken at its end."""
 
-    def make(model):
-        optimizer = sgd(model.parameters())
-
-        def step(x, y):
-            optimizer.zero_grad()
-            loss = cross_entropy(model(x), y)
-            loss.backward()
-            with suppress(RuntimeError):
-                loss.view(7)
-            optimizer.step()
-            return loss
-
-        return step
+    def inner(loss, optimizer):
+        with suppress(RuntimeError):
+            loss.view(7)
+        optimizer.step()
 
     def refuse(backend):
         raise RuntimeError("the driver refused")
 
     kind = type(resolve(step_twins.backend))
     monkeypatch.setattr(kind, "captured_addresses", refuse)
-    step = step_twins.train(make, 5)
+    step = step_twins.train(with_loss(inner), 5)
     assert step.captures == 0 and re.search(r"view\(\) raised .*loss.view\(7\).*has caught it", why(step)), why(step)
 
 
 def test_a_value_read_on_the_host_is_named_with_its_line(step_twins):
-    def make(model):
-        optimizer = sgd(model.parameters())
+    def inner(loss, optimizer):
+        if loss.item() > 100:
+            raise ValueError
+        optimizer.step()
 
-        def step(x, y):
-            optimizer.zero_grad()
-            loss = cross_entropy(model(x), y)
-            loss.backward()
-            if loss.item() > 100:
-                raise ValueError
-            optimizer.step()
-            return loss
-
-        return step
-
-    step = step_twins.train(make, 6)
+    step = step_twins.train(with_loss(inner), 6)
     assert step.captures == 0
     assert "test_graphed_step.py:" in why(step) and "if loss.item() > 100:" in why(step), why(step)
 

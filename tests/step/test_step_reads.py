@@ -51,6 +51,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
+from support import on_threads
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy, dropout
@@ -1411,7 +1412,7 @@ def state_of(fn, device_type="cpu"):
 
 def objection_to(fn, device_type="cpu"):
     """Why no graph of a step would be right, without the user's line, which is there."""
-    said, lines = re.subn(r" \(see test_step_reads\.py:\d+\)", "", state_of(fn, device_type).objection)
+    said, lines = re.subn(r" \(see test_step_reads\.py:\d+\)", "", str(state_of(fn, device_type).objection))
     assert lines == 1, said
     return said
 
@@ -1561,7 +1562,9 @@ def test_names_that_globals_gives():
     calls.watch()
     globals()["SCALE"]
     calls.end()
-    assert calls.objection.startswith("what globals() gives is not compared before a replay, at test_step_reads.py:")
+    assert str(calls.objection).startswith(
+        "what globals() gives is not compared before a replay, at test_step_reads.py:"
+    )
 
 
 UNCOMPARED = {
@@ -1590,7 +1593,7 @@ def test_what_is_not_compared(name):
     said = "the step opens a file" if name == "open" else f"what {name}() gives is not compared before a replay"
     # Where Python lacks the system's function, uuid1() reads the clock itself.
     clock = "time_ns() returns another value in each call" if name == "uuid1" else said
-    assert calls.objection.startswith((f"{said}, at test_step_reads.py:", f"{clock}, at test_step_reads.py:"))
+    assert str(calls.objection).startswith((f"{said}, at test_step_reads.py:", f"{clock}, at test_step_reads.py:"))
 
 
 STEADY = (
@@ -1636,7 +1639,7 @@ def test_random_numbers_of_python_that_are_put_back(draw):
     draw()
     calls.end()
     random.setstate(state)
-    assert calls.objection is not None and calls.objection.count("no replay would") == 1, calls.objection
+    assert calls.objection is not None and str(calls.objection).count("no replay would") == 1, calls.objection
 
 
 @pytest.mark.parametrize("make", [threading.Lock, threading.RLock, threading.Condition])
@@ -1731,7 +1734,7 @@ def test_an_array_of_objects():
 def test_a_file_that_is_read():
     with open(__file__) as file:
         objection = StepState(lambda y: y * len(file.readline()), {}, "cpu").objection
-    assert "file is a TextIOWrapper, which no replay would advance" in objection
+    assert "file is a TextIOWrapper, which no replay would advance" in str(objection)
 
 
 def test_what_is_too_deep_to_compare():
@@ -1885,7 +1888,7 @@ def test_a_file_that_a_package_reads(load, tmp_path):
     (lambda: load(path))()
     calls.end()
     said = r"(is not compared before a replay|the step opens a file), at test_step_reads.py"
-    assert calls.objection is not None and re.search(said, calls.objection)
+    assert calls.objection is not None and re.search(said, str(calls.objection))
 
 
 TIMES = ContextVar("TIMES", default=1.0)
@@ -1916,9 +1919,7 @@ def test_what_each_thread_has_for_itself(step_twins):
         found.extend(step(x) for _ in range(4))
 
     for scale in (1.0, 2.0):
-        thread = threading.Thread(target=calls, args=(scale,))
-        thread.start()
-        thread.join()
+        on_threads(partial(calls, scale))
     assert torch.equal(torch.stack(found), x * torch.tensor([[1.0]] * 4 + [[2.0]] * 4, device=x.device))
     assert step.replays == 4, explain(step)
 

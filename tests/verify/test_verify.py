@@ -6,18 +6,18 @@ import copy
 import dataclasses
 import random
 import sys
-import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import thunder
 import torch
 from models import GPT, CachedAttention, Linear, ResNet, mlp
-from support import fast_path_calls, regions, replays, same, same_state, train
+from support import fast_path_calls, on_threads, regions, replays, same, same_state, train
 from thunder.core.proxies import TensorProxy
 from thunder.core.transforms import get_grad, put_grad
 from torch import nn
@@ -622,9 +622,7 @@ def drawing(monkeypatch: pytest.MonkeyPatch, device: str, step: str, times: int)
     def stepped(*args: Any, **kwargs: Any) -> Any:
         made = original(*args, **kwargs)
         if len(drawn) < times:
-            thread = threading.Thread(target=draw)
-            thread.start()
-            thread.join()
+            on_threads(draw)
         return made
 
     with monkeypatch.context() as patch:
@@ -701,22 +699,14 @@ def test_a_wrong_operator_is_caught_though_others_draw_now_and_then(planted, twi
 def test_dropout_on_two_threads(twins, device):
     """Trials that draw exclude each other, and other draws of the other thread are no disagreement."""
     models = [twins(lambda x: nn.functional.dropout(torch.sin(x) * 2, 0.5) * 3, verify=1)[1] for _ in range(2)]
-    errors: list[BaseException] = []
 
     def work(model: Any) -> None:
-        try:
-            for _ in range(30):
-                model(torch.ones(5000, device=device))
-        except BaseException as error:
-            errors.append(error)
+        for _ in range(30):
+            model(torch.ones(5000, device=device))
 
     with caught() as found:
-        threads = [threading.Thread(target=work, args=(model,)) for model in models]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert not found and not errors
+        on_threads(*(partial(work, model) for model in models))
+    assert not found
     assert not any(region["quarantined"] for model in models for region in regions(model))
 
 

@@ -9,12 +9,13 @@ from functools import lru_cache
 
 from thunder_cg.analysis.rules import FIXED_SIZE, KEEP_ON_DEVICE
 from thunder_cg.analysis.sources import SourceLine
+from thunder_cg.errors import SkipReason
 
 _BRANCH = "choose with torch.where(condition, a, b), which computes both, or branch outside of the compiled function"
 _NO_GRADIENT = "; in training under torch.no_grad(), as a number has no gradient"
-NUMBER_OF_DYNAMO = (
-    "takes a number that is read from a tensor, which Thunder does not take from a graph of Dynamo's; keep the number "
-    "on the device, as a 0-dim tensor"
+NUMBER_OF_DYNAMO = SkipReason(
+    "takes a number that is read from a tensor, which Thunder does not take from a graph of Dynamo's",
+    "keep the number on the device, as a 0-dim tensor",
 )
 _COMPUTED = "leave the read out: operators take a 0-dim tensor in the place of a number"
 _CLAMPED = f"torch.clamp(value, min=...) in the place of max(), with max= for min(), of a 0-dim tensor{_NO_GRADIENT}"
@@ -140,7 +141,7 @@ def _use(value: ast.expr, parents: _Parents, *, follows: bool = True) -> Iterato
     Args:
         follows: whether to look for what becomes of a variable that it is assigned to.
     """
-    found = _UNBOUND if _called(value) == "tolist" else ""
+    advice = _UNBOUND if _called(value) == "tolist" else ""
     node: ast.AST = value
     while not isinstance(node, ast.stmt) and (parent := parents.get(node)) is not None:
         if node in (getattr(parent, "test", None), *getattr(parent, "ifs", ())):
@@ -148,27 +149,27 @@ def _use(value: ast.expr, parents: _Parents, *, follows: bool = True) -> Iterato
         elif isinstance(parent, ast.Slice):
             yield SLICE
         elif isinstance(parent, (ast.Return, ast.Lambda)):
-            yield found or _RETURNED
+            yield advice or _RETURNED
         elif isinstance(parent, ast.FormattedValue):
             yield _LOGGED
         elif isinstance(parent, ast.Subscript):
             is_called = getattr(parents.get(parent), "func", None) is parent
-            found = _CHOSEN if is_called else _COMPUTED
+            advice = _CHOSEN if is_called else _COMPUTED
         elif isinstance(parent, ast.BinOp):
-            found = found or _COMPUTED
+            advice = advice or _COMPUTED
         elif isinstance(parent, (ast.Call, ast.keyword)):
-            found = _of_argument(_called(parent), found)
+            advice = _of_argument(_called(parent), advice)
         elif isinstance(parent, (ast.Assign, ast.AnnAssign)):
             (target,) = parent.targets[:1] if isinstance(parent, ast.Assign) else [parent.target]
-            if isinstance(target, ast.Name) and follows and found in ("", _COMPUTED, _UNBOUND):
+            if isinstance(target, ast.Name) and follows and advice in ("", _COMPUTED, _UNBOUND):
                 uses = _uses_of(target, parents)
                 # ``x = x * number`` may be a tensor, which may be returned and kept.
-                no_uses = {_RETURNED, _LOGGED} if found == _COMPUTED else ()
-                yield from (use for use in uses if (use == _SPLIT or found != _UNBOUND) and use not in no_uses)
-            elif isinstance(target, (ast.Attribute, ast.Subscript)) and not found:
+                no_uses = {_RETURNED, _LOGGED} if advice == _COMPUTED else ()
+                yield from (use for use in uses if (use == _SPLIT or advice != _UNBOUND) and use not in no_uses)
+            elif isinstance(target, (ast.Attribute, ast.Subscript)) and not advice:
                 yield _LOGGED
         node = parent
-    yield from [found] if found else []
+    yield from [advice] if advice else []
 
 
 def _of_argument(function: str, before: str) -> str:

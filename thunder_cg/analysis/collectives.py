@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.coalescing import ALL_REDUCE, coalesced_kind, fit_together, nbytes, of_parallelism
-from thunder_cg.analysis.dependencies import dependencies
+from thunder_cg.analysis.dependencies import dependencies, followers
 from thunder_cg.analysis.ops import Op, Ops, read
 from thunder_cg.analysis.rules import executor_rule
 from thunder_cg.compat import thunder as compat
@@ -142,10 +142,7 @@ class Movable:
     def __init__(self, ops: Ops, aliasing: Aliasing) -> None:
         self.ops, self.aliasing = ops, aliasing
         self.before = dependencies(ops, aliasing, collectives_in_order=False)
-        self.after: list[list[int]] = [[] for _ in self.before]
-        for index, earlier in enumerate(self.before):
-            for other in earlier:
-                self.after[other].append(index)
+        self.after = followers(self.before)
         users = aliasing.collectives.difference(op.index for op in of_parallelism(ops))
         for first, second in pairwise(sorted(users)):
             self.before[second] = sorted({*self.before[second], first})
@@ -181,15 +178,15 @@ class Movable:
 
     def needed(self, collective: int) -> list[int]:
         """What must have run before the collective and the ops that lead to it can."""
-        found: dict[int, None] = {}
+        indices: dict[int, None] = {}
         waiting = [collective]
         while waiting:
             for other in self.before[waiting.pop()]:
                 if other in self.early and other not in self.waits:
                     waiting.append(other)
                 else:
-                    found[other] = None
-        return list(found)
+                    indices[other] = None
+        return list(indices)
 
     def _is_pure(self, index: int) -> bool:
         effects, writes = self.aliasing.effects, self.aliasing.writes
@@ -206,32 +203,32 @@ class Movable:
             for name in op.inputs:
                 if name not in arguments or not op.bookkeeping:
                     users[name].append(op.index)
-        found = set(self.waits)
+        leading = set(self.waits)
         for index in reversed(range(len(self.before))):
             tensors = [name for name in self.ops.ops[index].inputs if name in self.aliasing.sets]
             if len(tensors) != 1 or not self.after[index] or not self._is_pure(index):
                 continue
-            if found.issuperset([*self.after[index], *(user for user in users[tensors[0]] if user != index)]):
-                found.add(index)
-        return found
+            if leading.issuperset([*self.after[index], *(user for user in users[tensors[0]] if user != index)]):
+                leading.add(index)
+        return leading
 
     def _following_waits(self) -> set[int]:
-        found = set(self.aliasing.waits)
-        made_late = {name for index in found for name in self.ops.ops[index].outputs}
+        following = set(self.aliasing.waits)
+        made_late = {name for index in following for name in self.ops.ops[index].outputs}
         for index, before in enumerate(self.before):
             rule = self.ops.ops[index].rule
             is_view = rule is not None and not rule.launches_kernels and self._is_pure(index)
-            if self.is_copy_of(index, made_late) or (is_view and before and found.issuperset(before)):
-                found.add(index)
+            if self.is_copy_of(index, made_late) or (is_view and before and following.issuperset(before)):
+                following.add(index)
                 made_late.update(self.ops.ops[index].outputs)
-        return found - self.early
+        return following - self.early
 
     def _first_uses(self) -> list[int]:
-        found = list(range(len(self.before)))
-        for index in reversed(found):
+        first_uses = list(range(len(self.before)))
+        for index in reversed(first_uses):
             if index in self.early or index in self.late:
-                found[index] = min((found[other] for other in self.after[index]), default=len(found))
-        return found
+                first_uses[index] = min((first_uses[other] for other in self.after[index]), default=len(first_uses))
+        return first_uses
 
     def _of_arguments(self) -> set[int]:
         needs_only_arguments: list[bool] = []

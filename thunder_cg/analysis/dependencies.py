@@ -30,15 +30,24 @@ def dependencies(ops: Ops, aliasing: Aliasing, *, collectives_in_order: bool = T
     memory = _MemoryOrder(reads, writes)
     effects = _EffectOrder(aliasing, collectives_in_order)
     producer: dict[str, int] = {}
-    found = []
+    edges = []
     for index, op in enumerate(ops.ops):
         before = {producer[name] for name in op.inputs if name in producer}
         before |= memory.before(index)
         before |= effects.before(index, op, writes_outside=bool(writes[index] & outside))
         before |= aliasing.effects if op.id == "RETURN" else set()
         producer.update(dict.fromkeys(op.outputs, index))
-        found.append(sorted(before - {-1, index}))
-    return found
+        edges.append(sorted(before - {-1, index}))
+    return edges
+
+
+def followers(before: Sequence[Sequence[int]]) -> list[list[int]]:
+    """For each op, the ops that must stay after it."""
+    after: list[list[int]] = [[] for _ in before]
+    for op, earlier in enumerate(before):
+        for other in earlier:
+            after[other].append(op)
+    return after
 
 
 class _MemoryOrder:

@@ -166,15 +166,15 @@ def overwritten(ops: Ops, aliasing: Aliasing, saved: Collection[str]) -> tuple[W
     """
     views = _Views(ops, aliasing)
     alive = [views.of(name) for name in saved if name in aliasing.sets and name in ops.args]
-    found = []
+    lost = []
     for op in _without_fusions(ops.ops):
         written = [name for name in _written(op) if name in aliasing.sets]
         views.add(op, written)
         targets = [views.of(name) for name in written]
         if any(view.overlaps(target) for view in alive for target in targets):
-            found.append(_named(op, ops, _OVERWRITTEN))
+            lost.append(_named(op, ops, _OVERWRITTEN))
         alive += [views.of(name) for name in op.outputs if name in saved and name in aliasing.sets]
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(lost))
 
 
 def put_off(ops: Ops, aliasing: Aliasing, seen: Collection[str]) -> tuple[WrongGradient, ...]:
@@ -195,51 +195,69 @@ def lost_or_unsummed(ops: Ops, aliasing: Aliasing) -> tuple[WrongGradient, ...]:
     Args:
         ops: of a trace that Thunder has not differentiated yet.
     """
-    views = _Views(ops, aliasing)
-    tracked = {name for name in ops.args if requires_grad(ops.values[name].proxy)}  # what has a gradient
-    arguments = [views.of(name) for name in ops.args if name in aliasing.sets]
-    stale: dict[str, WrongGradient] = {}  # of these, names whose gradient does not see a write, and the write
-    reduced: set[str] = set()  # CPU scalars that were made of larger tensors
-    found: list[WrongGradient] = []
+    gradients = _Gradients(ops, aliasing)
     for op in ops.ops:
-        written = [name for name in _written(op) if name in aliasing.sets]
-        views.add(op, written)
-        if any(sub.id == OVERWRITE for sub in op.subs):
-            written = []
+        gradients.add(op)
+    unsummed = (_named(op, ops, _NOT_SUMMED) for op in _added_before_they_are_summed(ops, gradients.tracked))
+    return tuple(dict.fromkeys([*gradients.wrong, *unsummed]))
+
+
+class _Gradients:
+    """What has a gradient, and what is wrong with that in Thunder, as ops are added in the order of the trace."""
+
+    def __init__(self, ops: Ops, aliasing: Aliasing) -> None:
+        self._ops, self._sets, self._views = ops, aliasing.sets, _Views(ops, aliasing)
+        self.tracked = {name for name in ops.args if requires_grad(ops.values[name].proxy)}  # what has a gradient
+        self._arguments = [self._views.of(name) for name in ops.args if name in self._sets]
+        self._stale: dict[str, WrongGradient] = {}  # names whose gradient does not see a write, and the write
+        self._reduced: set[str] = set()  # CPU scalars that were made of larger tensors
+        self.wrong: list[WrongGradient] = []
+
+    def add(self, op: Op) -> None:
+        written = [name for name in _written(op) if name in self._sets]
+        self._views.add(op, written)
         if renames(op):
             for before, after in zip(op.inputs, op.outputs):
-                tracked.update([after] if before in tracked else [])
-                stale.update({after: stale[before]} if before in stale else {})
-            continue
-        if not op.bookkeeping:
-            if _follow(op, ops, tracked, reduced):
-                found.append(_named(op, ops, _NOT_SUMMED))
-            if tracked.isdisjoint(op.inputs) or tracked.isdisjoint(op.outputs):
-                if not tracked.isdisjoint(written):
-                    stale |= dict.fromkeys(op.outputs, _named(op, ops, _WITHOUT_GRAD))
-                    tracked.update(op.outputs)
-                continue
-        results = returned(op) if op.bookkeeping else ()
-        read = names_in(results) if op.bookkeeping else op.inputs
-        found += [stale[name] for name in read if name in stale]
+                self.tracked.update([after] if before in self.tracked else [])
+                self._stale.update({after: self._stale[before]} if before in self._stale else {})
+        elif op.bookkeeping:
+            self._return(op)
+        else:
+            self._compute(op, [] if any(sub.id == OVERWRITE for sub in op.subs) else written)
+
+    def _read(self, names: Iterable[str]) -> None:
+        self.wrong += [self._stale[name] for name in names if name in self._stale]
+
+    def _return(self, op: Op) -> None:
+        results = returned(op)
+        self._read(names_in(results))
         # Thunder returns once what has one name. So what it returns twice has had two, before and after a write.
-        counts = Counter(name for result in results for name in names_in([result]) if name in tracked)
+        counts = Counter(name for result in results for name in names_in([result]) if name in self.tracked)
         if twice := {name for name, count in counts.items() if count > 1}:
-            makers = (each for each in ops.ops if not each.bookkeeping and not twice.isdisjoint(each.outputs))
-            found += [_named(each, ops, _TWICE) for each in makers]
+            makers = (each for each in self._ops.ops if not each.bookkeeping and not twice.isdisjoint(each.outputs))
+            self.wrong += [_named(each, self._ops, _TWICE) for each in makers]
+
+    def _compute(self, op: Op, written: Sequence[str]) -> None:
+        ops, tracked, views = self._ops, self.tracked, self._views
+        if _follow(op, ops, tracked, self._reduced):
+            self.wrong.append(_named(op, ops, _NOT_SUMMED))
+        if tracked.isdisjoint(op.inputs) or tracked.isdisjoint(op.outputs):
+            if not tracked.isdisjoint(written):
+                self._stale |= dict.fromkeys(op.outputs, _named(op, ops, _WITHOUT_GRAD))
+                tracked.update(op.outputs)
+            return
+        self._read(op.inputs)
         if (op.id or "").endswith(WITHOUT_GRADIENT):
             raise CollectiveError(f"{op.name.rsplit('.', 1)[-1]} {ops.place(op)}", *LOST_GRADIENT)
-        if not op.bookkeeping and _has_another_gradient(op, ops, tracked):
-            found.append(_named(op, ops, _OTHER))
-        outputs = [name for name in op.outputs if name in tracked and name in aliasing.sets]
-        if not op.bookkeeping and written and any(views.of(name).memory in arguments for name in outputs):
-            found.append(_named(op, ops, _ARGUMENT))
+        if _has_another_gradient(op, ops, tracked):
+            self.wrong.append(_named(op, ops, _OTHER))
+        outputs = [name for name in op.outputs if name in tracked and name in self._sets]
+        if written and any(views.of(name).memory in self._arguments for name in outputs):
+            self.wrong.append(_named(op, ops, _ARGUMENT))
         for name in written:
             shared = [each for each in views.in_memory_of(name) if _is_changed(views.of(each), views.of(name), op)]
-            stale |= dict.fromkeys(shared, _named(op, ops, _LOST))
+            self._stale |= dict.fromkeys(shared, _named(op, ops, _LOST))
             tracked.update(shared)
-    found += [_named(op, ops, _NOT_SUMMED) for op in _added_before_they_are_summed(ops, tracked)]
-    return tuple(dict.fromkeys(found))
 
 
 def _has_another_gradient(op: Op, ops: Ops, tracked: set[str]) -> bool:

@@ -332,12 +332,12 @@ class _TraceReader:
 
     def names(self, proxies: Iterable[compat.Proxy]) -> tuple[str, ...]:
         """Their names, each once, in order; registers their values."""
-        found: dict[str, None] = {}
+        unique: dict[str, None] = {}
         for proxy in proxies:
-            found[proxy.name] = None
+            unique[proxy.name] = None
             if proxy.name not in self.values:
                 self.values[proxy.name] = self.value(proxy)
-        return tuple(found)
+        return tuple(unique)
 
     def value(self, proxy: compat.Proxy) -> Value:
         if not isinstance(proxy, (compat.TensorProxy, compat.FutureTensorProxy)):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.classify import Verdict
 from thunder_cg.analysis.coalescing import coalesced
-from thunder_cg.analysis.dependencies import dependencies
+from thunder_cg.analysis.dependencies import dependencies, followers
 from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.analysis.rules import Reason
 from thunder_cg.analysis.segments import Event, peak
@@ -158,11 +158,7 @@ class DependencyGraph:
     @classmethod
     def of(cls, ops: Ops, verdicts: Sequence[Verdict], aliasing: Aliasing) -> DependencyGraph:
         before = dependencies(ops, aliasing)
-        after: list[list[int]] = [[] for _ in before]
-        for op, earlier in enumerate(before):
-            for other in earlier:
-                after[other].append(op)
-        return cls(before, after, [v.device if v.capture else None for v in verdicts])
+        return cls(before, followers(before), [v.device if v.capture else None for v in verdicts])
 
     def schedule(self) -> list[int]:
         """A time for each op: as close to trace order as the fewest groups allow."""
@@ -295,12 +291,12 @@ class PeakMemory:
 
         def largest(names: Iterable[str], not_in: Set[str] = frozenset()) -> dict[str, int]:
             """For each alias set of the names, the bytes of the largest."""
-            found: dict[str, int] = {}
+            sizes: dict[str, int] = {}
             for name in names:
                 if name in sets and sets[name] not in not_in:
                     nbytes = ops.values[name].nbytes if ops.values[name].device in devices else 0
-                    found[sets[name]] = max(found.get(sets[name], 0), nbytes)
-            return found
+                    sizes[sets[name]] = max(sizes.get(sets[name], 0), nbytes)
+            return sizes
 
         allocates = [largest(op.outputs, not_in=aliasing.sets_of(op.inputs) | outside) for op in ops.ops]
         start = largest(name for name in ops.args if not ops.values[name].static)

@@ -114,13 +114,13 @@ class _Pieces:
 
     def _missing(self, index: int) -> list[int]:
         """What the op needs and has not run, in the order of the trace, and the op itself at the end."""
-        found: set[int] = set()
+        missing: set[int] = set()
         waiting = [index]
         while waiting:
             new = self._moves.before[waiting.pop()]
-            waiting += (fresh := [other for other in new if other not in self._done and other not in found])
-            found.update(fresh)
-        return [*sorted(found), index]
+            waiting += (fresh := [other for other in new if other not in self._done and other not in missing])
+            missing.update(fresh)
+        return [*sorted(missing), index]
 
     def _is_ready(self, index: int) -> bool:
         """Whether it waits for no compute, but perhaps for collectives and what leads to them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from thunder_cg.analysis.aliasing import Aliasing
@@ -74,7 +74,7 @@ def region_io(trace: PlannedTrace) -> tuple[RegionIO, ...]:
             RegionIO(
                 tuple(RegionInput(n, aliasing.sets[n] in written, aliasing.sets[n] in given) for n in tensors),
                 tuple(name for name in inputs if ops.values[name].kind == "number"),
-                _outputs(kinds, mine, aliasing, entered),
+                (*_outputs(kinds, mine, aliasing, entered),),
                 frozenset(alive),
             )
         )
@@ -110,7 +110,7 @@ class _Steps:
 
 def _outputs(
     kinds: Mapping[str, tuple[bool, bool]], ops: Sequence[Op], aliasing: Aliasing, entered: Set[str]
-) -> tuple[RegionOutput, ...]:
+) -> Iterator[RegionOutput]:
     """The outputs of a region of these ops.
 
     An output may be copied out early if it only leaves and nothing else shares its memory: no input, of which
@@ -118,15 +118,13 @@ def _outputs(
     """
     touched = {name: position for position, op in enumerate(ops) for name in aliasing.reads[op.index]}
     count = Counter(aliasing.sets[name] for name in kinds)
-    outputs = []
     for name, (stays, leaves) in kinds.items():
         memory = aliasing.sets[name]
         early = not stays and count[memory] == 1 and memory not in entered and touched[memory] != len(ops) - 1
         if stays:
-            outputs.append(RegionOutput(name, copied_out=False))
+            yield RegionOutput(name, copied_out=False)
         if leaves:
-            outputs.append(RegionOutput(name, copied_out=True, last_use=touched[memory] if early else None))
-    return tuple(outputs)
+            yield RegionOutput(name, copied_out=True, last_use=touched[memory] if early else None)
 
 
 def _last_steps(aliasing: Aliasing, steps: _Steps, saved: Set[str], end: int) -> dict[str, int]:

@@ -94,10 +94,10 @@ def _all_of(names: Sequence[str], comes: Mapping[str, int]) -> int:
 
 def needed_for(names: Iterable[str], ops: Ops, aliasing: Aliasing) -> list[Op]:
     """The operators of a trace that do more than compute what is not needed for these values."""
-    needed, found = set(names), []
+    needed, kept = set(names), []
     for op in reversed(ops.ops):
         has_effect = op.bookkeeping or op.index in aliasing.effects or aliasing.writes[op.index]
         if has_effect or not needed.isdisjoint(op.outputs):
-            found.append(op)
+            kept.append(op)
             needed.update(() if op.id == "RETURN" else op.inputs)
-    return found[::-1]
+    return kept[::-1]

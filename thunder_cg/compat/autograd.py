@@ -52,8 +52,8 @@ def raising_if_differentiated(
 ) -> tuple[torch.Tensor | None, ...]:
     """The same gradients, with a node of autograd that raises RuntimeError in a backward through them."""
     leaves = [each if each is None else each.detach().requires_grad_() for each in gradients]
-    found = torch._C._functions.DelayedError(message.encode(), len(leaves))(*leaves)  # type: ignore[arg-type]
-    return found if isinstance(found, tuple) else (found,)
+    results = torch._C._functions.DelayedError(message.encode(), len(leaves))(*leaves)  # type: ignore[arg-type]
+    return results if isinstance(results, tuple) else (results,)
 
 
 def has_accumulate_hooks(leaf: torch.Tensor) -> bool:
@@ -112,14 +112,14 @@ def gradient_node(leaf: torch.Tensor) -> Any:
 
 def hooks_of_node(node: Any) -> list[Callable[..., Any]]:
     """The hooks of a node of autograd. PyTorch does not say them: one of ours, which is removed again, shows others."""
-    found: list[Callable[..., Any]] = []
+    hooks: list[Callable[..., Any]] = []
     for register in (node.register_prehook, node.register_hook):
         handle = register_own(register, lambda *gradients: None)
         others = dict(handle.hooks_dict_ref() or ())
         handle.remove()
         others.pop(handle.id, None)
-        found += others.values()
-    return found
+        hooks += others.values()
+    return hooks
 
 
 @contextmanager

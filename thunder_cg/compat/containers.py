@@ -358,12 +358,12 @@ def _look_aside_and_check(self: InterpreterCompileCtx, fn: Any, /, *args: Any, *
         note_call(name)
     if isinstance(fn, FunctionType) and fn in _LOGS and is_ours(_compile_data.get()[0]):
         return partial(_log, fn)
-    found = _look_aside(self, fn, *args, **kwargs)
-    if found is None and interpreter.is_opaque(fn):
+    result = _look_aside(self, fn, *args, **kwargs)
+    if result is None and interpreter.is_opaque(fn):
         for each in args:
             if isinstance(each, WrappedValue) and isinstance(each.value, _CONTAINERS):
                 _check(each, of_python=True)
-    return found
+    return result
 
 
 def _log(method: Callable[..., None], *args: Any, **kwargs: Any) -> Any:

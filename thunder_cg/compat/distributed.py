@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from thunder_cg.compat.tensors import storage_id, storage_use_count, tensors_in, tree_map_only
+from thunder_cg.errors import SkipReason
 
 # The group that functional collectives know by a name.
 group_named: Callable[[Any], ProcessGroup] = _resolve_process_group
@@ -30,8 +31,8 @@ group_named: Callable[[Any], ProcessGroup] = _resolve_process_group
 store: Callable[[ProcessGroup], Store] = _get_process_group_store
 
 
-def capture_problem(group: ProcessGroup, device_type: str) -> tuple[str, str] | None:
-    """Why a graph on such a device cannot hold collectives of ``group``, and the fix; None if it can.
+def capture_problem(group: ProcessGroup, device_type: str) -> SkipReason | None:
+    """Why a graph on such a device cannot hold collectives of ``group``; None if it can.
 
     On a CPU, the tape records calls of any backend.
     """
@@ -42,17 +43,19 @@ def capture_problem(group: ProcessGroup, device_type: str) -> tuple[str, str] | 
     except RuntimeError:
         backend = f"no backend for {device_type}"
     if "nccl" not in backend:
-        return f"the group communicates through {backend}, and only NCCL's kernels can be captured", "use NCCL"
+        problem = f"the group communicates through {backend}, and only NCCL's kernels can be captured"
+        return SkipReason(problem, "use NCCL")
     return capture_problem_of_settings()
 
 
-def capture_problem_of_settings() -> tuple[str, str] | None:
-    """Why no graph can hold collectives with the variables that are set, and the fix; None if one can."""
+def capture_problem_of_settings() -> SkipReason | None:
+    """Why no graph can hold collectives with the variables that are set; None if one can."""
     name, value = setting_of_nccl("BLOCKING_WAIT")
     if value.lower() in ("1", "t", "true", "y", "yes"):
-        return f"{name}={value} makes the host wait in each collective", f"unset {name}"
+        return SkipReason(f"{name}={value} makes the host wait in each collective", f"unset {name}")
     if get_debug_level() == DebugLevel.DETAIL:
-        return "TORCH_DISTRIBUTED_DEBUG=DETAIL has the hosts of all ranks meet in each collective", "set it to INFO"
+        problem = "TORCH_DISTRIBUTED_DEBUG=DETAIL has the hosts of all ranks meet in each collective"
+        return SkipReason(problem, "set it to INFO")
     return None
 
 
@@ -88,7 +91,7 @@ def progress(group: ProcessGroup) -> dict[str, int]:
 
 
 # Why no graph of a whole step holds that, and the fix.
-_DDP = (
+_DDP = SkipReason(
     "DistributedDataParallel counts gradients in C++ as they come, and a capture that fails would leave it in between",
     "take thunder.distributed.ddp instead of it",
 )
@@ -96,7 +99,7 @@ _DDP = (
 # empty while there are shards; the order of modules; the callback at the end of the backward; gradients that are not
 # synchronized yet; on CUDA its streams, and events of the last gather and reduction. A step ends with shards. But a
 # capture that fails ends between the hooks, and nothing but the rest of the backward leads out.
-_FSDP = (
+_FSDP = SkipReason(
     "PyTorch's FSDP gathers and frees parameters in hooks, and a capture that fails would leave these in between",
     "compile its modules with thunderfx, which captures their forward and backward, or take thunder.distributed.fsdp",
 )
@@ -183,21 +186,21 @@ def is_torchs_own(frame: FrameType) -> bool:
     return frame.f_globals is vars(torch.distributed.distributed_c10d)
 
 
-def uncapturable(frame: FrameType, method: str | None = None) -> tuple[str, str] | None:
-    """Why no graph of a whole step holds what is called in a frame, and the fix; None if it is nothing of that kind.
+def uncapturable(frame: FrameType, method: str | None = None) -> SkipReason | None:
+    """Why no graph of a whole step holds what is called in a frame; None if it is nothing of that kind.
 
     Args:
         method: of a group, that the frame calls.
     """
     if method in ("barrier", "monitored_barrier"):
-        return f"the host waits for the other ranks ({method})", "do that outside of the step"
+        return SkipReason(f"the host waits for the other ranks ({method})", "do that outside of the step")
     if method in _POINT_TO_POINT:
-        return f"it communicates from point to point ({method})", "do that outside of the step"
+        return SkipReason(f"it communicates from point to point ({method})", "do that outside of the step")
     if frame.f_code is _OF_DDP:
         return _DDP
     if frame.f_code in _OF_OBJECTS:
         problem = f"it communicates objects of Python ({frame.f_code.co_name})"
-        return problem, "do that outside of the step, or communicate a tensor"
+        return SkipReason(problem, "do that outside of the step, or communicate a tensor")
     return None
 
 
@@ -218,8 +221,8 @@ def may_be_uncapturable(code: CodeType) -> bool:
     return code is _OF_DDP or code in _OF_OBJECTS or code in _CALLS_OF_OPERATORS
 
 
-def why_not_in_step(module: torch.nn.Module) -> tuple[str, str] | None:
-    """Why no graph of a whole step holds a module of this class, and the fix; None if that is no reason."""
+def why_not_in_step(module: torch.nn.Module) -> SkipReason | None:
+    """Why no graph of a whole step holds a module of this class; None if that is no reason."""
     if isinstance(module, DistributedDataParallel):
         return _DDP
     is_fsdp = any(kind.__module__.startswith("torch.distributed.fsdp.") for kind in type(module).__mro__)

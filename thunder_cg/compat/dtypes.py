@@ -23,19 +23,19 @@ _TRUE_DTYPE = 3  # its place among the properties
 
 
 def _infer_with_strong_dtype(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    found: tuple[Any, ...] = _infer(*args, **kwargs)
-    shape, true_dtype = found[0], found[_TRUE_DTYPE]
+    inferred: tuple[Any, ...] = _infer(*args, **kwargs)
+    shape, true_dtype = inferred[0], inferred[_TRUE_DTYPE]
     if len(shape) == 0 or not true_dtype.is_weak or not has_pytorchs_numbers(_compile_data.get()[0]):
-        return found
-    return *found[:_TRUE_DTYPE], dtypes.to_strong_dtype(true_dtype), *found[_TRUE_DTYPE + 1 :]
+        return inferred
+    return *inferred[:_TRUE_DTYPE], dtypes.to_strong_dtype(true_dtype), *inferred[_TRUE_DTYPE + 1 :]
 
 
 def _copysign_in_dtype(a: Any, b: Any) -> Any:
     """The zero that Thunder's floor division of floats gives a sign has the dtype of the others."""
-    found = _copysign(a, b)
+    result = _copysign(a, b)
     is_number = not isinstance(a, TensorProxy) and isinstance(b, TensorProxy)
     is_number = is_number and has_pytorchs_numbers(_compile_data.get()[0])
-    return clang.maybe_convert_to_dtype(found, b.true_dtype) if is_number else found
+    return clang.maybe_convert_to_dtype(result, b.true_dtype) if is_number else result
 
 
 def promote_as_pytorch() -> None:

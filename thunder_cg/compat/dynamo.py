@@ -102,12 +102,12 @@ def users_names(graph: torch.fx.Graph, parameters: Sequence[str] = ()) -> dict[s
     Args:
         parameters: of the user's function, by position, if Dynamo calls it with ``*args``.
     """
-    found = {}
+    said = {}
     for node in graph.find_nodes(op="placeholder"):
         name = getattr(getattr(node, "_dynamo_source", None), "name", "")
         name = name() if callable(name) else name  # torch before 2.10 has a method
         if _LEFT.search(name):
-            found[node.name] = BEFORE_BREAK
+            said[node.name] = BEFORE_BREAK
         name = _with_names(name, parameters)
         parts = re.fullmatch(r"[LG]\['([a-zA-Z]\w*)'\](.*)", name)
         if parts is not None and "__" not in name and "(" not in name:  # sizes have numbers of their own
@@ -115,8 +115,8 @@ def users_names(graph: torch.fx.Graph, parameters: Sequence[str] = ()) -> dict[s
             owner = "self" if owner == "fn" and _OF_MODULES.match(rest) else owner  # a Sequential
             if owner == "kwargs" and (keyword := re.fullmatch(r"\['([a-zA-Z]\w*)'\](.*)", rest)) is not None:
                 owner, rest = keyword.groups()  # what a caller has passed by this name
-            found[node.name] = owner + _OF_MODULES.sub(r".\1", rest)
-    return found
+            said[node.name] = owner + _OF_MODULES.sub(r".\1", rest)
+    return said
 
 
 _LEFT = re.compile(r"___as_tensor\(___stack\d+\)\.item\(\)|L\['___stack\d+'\]|___stack\d+")

@@ -84,16 +84,22 @@ def reads_values(node: Node, function: Callable[..., Any]) -> bool:
     return False
 
 
+def _calls_without_autocast(node: Node, function: Callable[..., Any]) -> list[tuple[Any, list[torch.dtype]]] | None:
+    """The same without its autocasts; None if the call raises, as it does for tensors of two dtypes."""
+    calls = _Calls()
+    try:
+        on_examples(no_autocast(function), example(node.args), example(node.kwargs), inside=calls)
+    except RuntimeError:
+        return None
+    return calls.found
+
+
 def depends_on_autocast(node: Node, function: Callable[..., Any]) -> bool:
     """Whether the autocast that a node is inside of casts what the function that it calls gets, or what is inside."""
     if not any(autocasts_at(node)):
         return False
-    without = _Calls()
-    try:
-        on_examples(no_autocast(function), example(node.args), example(node.kwargs), inside=without)
-    except RuntimeError:  # of two dtypes
-        return True
-    return _calls_of(node, function) != without.found
+    without = _calls_without_autocast(node, function)
+    return without is None or _calls_of(node, function) != without
 
 
 def dtype_of_casts(node: Node) -> torch.dtype | None:
@@ -108,19 +114,19 @@ def dtype_of_casts(node: Node) -> torch.dtype | None:
     if not callable(function) or isinstance(function, HigherOrderOperator) or len(results) != 1 or inputs <= results:
         return None
     (dtype,) = results
-    if not depends_on_autocast(node, function):
-        return None
 
     def cast(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype in AUTOCAST_DTYPES else leaf
 
-    calls = _Calls()
-    call = no_autocast(lambda *args, **kwargs: function(*tree_map(cast, args), **tree_map(cast, kwargs)))
-    try:
-        on_examples(call, example(node.args), example(node.kwargs), inside=calls)
-    except RuntimeError:
+    def on_casts(*args: Any, **kwargs: Any) -> Any:
+        return function(*tree_map(cast, args), **tree_map(cast, kwargs))
+
+    if not any(autocasts_at(node)) or (expected := _calls_without_autocast(node, on_casts)) is None:
         return None
-    return dtype if _without_casts(_calls_of(node, function)) == _without_casts(calls.found) else None
+    calls = _calls_of(node, function)
+    if calls == _calls_without_autocast(node, function):
+        return None
+    return dtype if _without_casts(calls) == _without_casts(expected) else None
 
 
 def _without_casts(calls: list[tuple[Any, list[torch.dtype]]]) -> list[Any]:
@@ -228,19 +234,19 @@ def sizes_beside(inputs: Sequence[Node], nodes: Sequence[Node]) -> list[Node] | 
     known = sizes_of(map(example, inputs), map(example, inputs))
     missing = symbols_of_sizes(*inputs, *nodes) - known.keys()
     numbers = (each for each in nodes[0].graph.find_nodes(op="placeholder") if isinstance(example(each), torch.SymInt))
-    found = {example(each).node.expr: each for each in numbers}
-    return [found[each] for each in found if each in missing] if missing <= found.keys() else None
+    node_of = {example(each).node.expr: each for each in numbers}
+    return [node_of[each] for each in node_of if each in missing] if missing <= node_of.keys() else None
 
 
 def sizes_of(values: Iterable[Any], given: Iterable[Any]) -> dict[Any, Any]:
     """What symbols are where tensors and numbers are given for fake tensors and symbolic numbers."""
-    found: dict[Any, Any] = {}
+    sizes: dict[Any, Any] = {}
     for value, actual in zip(values, given):
         pairs = zip(value.shape, actual.shape) if isinstance(value, torch.Tensor) else [(value, actual)]
         for number, known in pairs:
             if isinstance(number, torch.SymInt) and number.node.expr.is_Symbol:
-                found[number.node.expr] = getattr(known, "value", known)  # of a proxy of Thunder's
-    return found
+                sizes[number.node.expr] = getattr(known, "value", known)  # of a proxy of Thunder's
+    return sizes
 
 
 def at_sizes(numbers: Iterable[int | torch.SymInt], sizes: dict[Any, Any]) -> tuple[int, ...]:
@@ -321,9 +327,9 @@ def compute_again(number: Node, graph: Graph) -> Node | int | float | None:
     computed = sympy_interp(_OnProxies, symbols, value.node.expr)
     if not isinstance(computed, Proxy):
         return computed
-    found = computed.node
-    found.meta.setdefault("example_value", value)
-    return found
+    result = computed.node
+    result.meta.setdefault("example_value", value)
+    return result
 
 
 def _in_graph(function: Callable[[Any], Any]) -> Any:
@@ -351,14 +357,14 @@ class _OnProxies(PythonReferenceAnalysis):
 
 def without_gradient(graph: Graph) -> frozenset[str]:
     """Names of the nodes that run under ``torch.no_grad``, as Dynamo saw it: also all, if it compiles there."""
-    found = set()
+    names = set()
     enabled = torch.is_grad_enabled()
     for node in graph.nodes:
         if node.target is torch._C._set_grad_enabled:
             enabled = node.args[0]
         elif not enabled:
-            found.add(node.name)
-    return frozenset(found)
+            names.add(node.name)
+    return frozenset(names)
 
 
 def checkpoints(graph: Graph) -> list[Node]:
@@ -409,7 +415,7 @@ def inside_transforms(graph: Graph) -> frozenset[str]:
 
     ``jacrev`` takes such tensors again after the transform that has made them. All up to there is inside.
     """
-    found: set[str] = set()
+    names: set[str] = set()
     depth = 0
     nodes = [*graph.nodes]
     position = {node: i for i, node in enumerate(nodes)}
@@ -418,8 +424,8 @@ def inside_transforms(graph: Graph) -> frozenset[str]:
         name = getattr(node.target, "__name__", "")
         depth += name.endswith("_increment_nesting")
         if depth or i <= end:
-            found.add(node.name)
+            names.add(node.name)
             if any(map(is_functorch_wrapped_tensor, tensors_in(example(node)))):
                 end = max([end, *(position[user] for user in node.users)])
         depth -= name.endswith("_decrement_nesting")
-    return frozenset(found)
+    return frozenset(names)

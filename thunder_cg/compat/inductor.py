@@ -18,13 +18,14 @@ from torch.fx import GraphModule
 from torch.fx.node import _side_effectful_functions
 
 from thunder_cg.compat.fx import is_of_unknown_size
+from thunder_cg.errors import Skipped
 
 __all__ = ["RETURNS_VIEW", "OneWay", "StaysApart", "compile_each_way", "draws", "is_called_as_it_is", "name_of_kernel"]
 
 # Both ways are compiled at once, and the backward does not write to what the forward has saved.
 _SETTINGS = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True, "donated_buffer": False}
 _OWN_MEMORY = (OutputType.non_alias, OutputType.unsafe_view_alias)
-RETURNS_VIEW = "it returns a view of what it gets, or two results in one memory; return x.clone() for the view x"
+RETURNS_VIEW = "it returns a view of what it gets, or two results in one memory", "return x.clone() for the view x"
 _WAITS = frozenset({torch.Tag.data_dependent_output, torch.Tag.cudagraph_unsafe})
 
 
@@ -45,8 +46,8 @@ class OneWay(NamedTuple):
     functions: frozenset[Any]
 
 
-class StaysApart(Exception):
-    """Why a piece of a graph is no operator of a trace, and, behind a semicolon, what changes that."""
+class StaysApart(Skipped):
+    """A piece of a graph is no operator of a trace."""
 
 
 def compile_each_way(
@@ -72,7 +73,7 @@ def compile_each_way(
         calls = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
         functions = dict.fromkeys(node.target for node in calls)
         if options.get("cudagraphs"):
-            raise StaysApart("torch._inductor.config has Inductor make CUDA graphs; leave that to thunder_cg")
+            raise StaysApart("torch._inductor.config has Inductor make CUDA graphs", "leave that to thunder_cg")
         for node in calls:  # an index of integers, which has the tag `dynamic_output_shape`, too, has a known size
             if is_of_unknown_size(node.meta.get("val")):
                 raise StaysApart(f"the size of what {_written(node.target)} returns depends on what tensors hold")
@@ -91,16 +92,16 @@ def compile_each_way(
     if facts.tokens or facts.num_graphsafe_rng_states:
         raise StaysApart("it has effects or states of generators that PyTorch passes around Inductor's code")
     if any(each.mutates_data or each.mutates_metadata for each in facts.input_info):
-        raise StaysApart("it writes in place to what it gets; compute a new tensor")
+        raise StaysApart("it writes in place to what it gets", "compute a new tensor")
     if any(each.output_type not in _OWN_MEMORY for each in facts.output_info):
-        raise StaysApart(RETURNS_VIEW)
+        raise StaysApart(*RETURNS_VIEW)
     forward, *backward = ways
     results = len(facts.output_info)
     differentiated = [i for i, each in enumerate(facts.output_info) if each.requires_grad and facts.is_train]
     taken = len(forward.results) - results + len(differentiated)
     shapes = [(len(way.inputs), len(way.results)) for way in backward]
     if len(forward.inputs) != len(inputs) or shapes != [(taken, len(inputs))] * len(backward):
-        raise StaysApart("it gets the same tensor twice; pass it once")
+        raise StaysApart("it gets the same tensor twice", "pass it once")
     return forward, next(iter(backward), None), differentiated
 
 

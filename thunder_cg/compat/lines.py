@@ -9,8 +9,7 @@ from __future__ import annotations
 import linecache
 import os
 import re
-from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -18,12 +17,9 @@ import thunder
 import torch
 from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import InterpreterRuntimeCtx
-from thunder.core.proxies import ProxyTag
-from thunder.core.symbol import BoundSymbol, BoundSymbolTag
-from thunder.core.trace_interpreter import TraceSubstitutionProcessor
-from thunder.transforms.autodiff import _should_recompute_bsym_in_backward
+from thunder.core.symbol import BoundSymbol
 
-from thunder_cg.compat.thunder import is_ours
+from thunder_cg.compat.thunder import before_symbols, is_ours
 
 BEFORE_BREAK = "a value from before the graph break"  # which has no name in the user's code
 _copy = BoundSymbol.from_bsym
@@ -78,15 +74,11 @@ def is_tracers(file: str) -> bool:
 
 
 @cache
-def keep_lines_and_effects(has_effect: Callable[[BoundSymbol], bool]) -> None:
-    """From now on, an operator has the line in the user's code, and what computes its gradient has its line.
-
-    What has an effect, such as a draw, runs once, also in a checkpointed function: Thunder (0.2.6) draws again where
-    the backward computes the function once more.
-    """
+def keep_lines() -> None:
+    """From now on, an operator has the line in the user's code, and what computes its gradient has its line."""
     InterpreterRuntimeCtx.get_current_user_source_location = _users_line
     BoundSymbol.from_bsym = _copied
-    TraceSubstitutionProcessor.__init_subclass__ = classmethod(partial(_keeping_lines, has_effect))
+    before_symbols(_give_line)
 
 
 def _users_line(context: Any) -> Any:
@@ -110,24 +102,12 @@ def _copied(bound: Any, **changes: Any) -> Any:
     return _copy(bound, **changes)
 
 
-def _keeping_lines(has_effect: Callable[[BoundSymbol], bool], processor: type[Any]) -> None:
-    """Has a pass over a trace, which Thunder defines when it runs it, give what it makes of a symbol its line."""
-    if not is_ours(get_compile_data()):
-        return
-    process, recomputes = processor.process_bsym, processor.__name__ == "InsertRecomputationsProcessor"
-
-    def process_bsym(self: Any, bound: Any) -> None:
-        if recomputes and _should_recompute_bsym_in_backward(bound) and has_effect(bound):
-            bound.tags.discard(BoundSymbolTag.RECOMPUTE_IN_BACKWARD)
-            for proxy in bound.flat_proxy_outs:
-                proxy.tags.discard(ProxyTag.RECOMPUTE_IN_BACKWARD)
-        at = bound.source_positions
-        if at is not None and not arguments_at(bound):
-            at = _LineOf(at.lineno, tuple(proxy.name for proxy in bound.flat_proxy_args), is_called_by_torch(bound))
-        self.new_trace.set_current_source_location(bound.source_filename, at)
-        process(self, bound)
-
-    processor.process_bsym = process_bsym
+def _give_line(processor: Any, bound: Any) -> None:
+    """Has a pass over a trace give what it makes of a symbol its line."""
+    at = bound.source_positions
+    if at is not None and not arguments_at(bound):
+        at = _LineOf(at.lineno, tuple(proxy.name for proxy in bound.flat_proxy_args), is_called_by_torch(bound))
+    processor.new_trace.set_current_source_location(bound.source_filename, at)
 
 
 class _LineOf(NamedTuple):

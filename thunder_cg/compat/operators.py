@@ -64,14 +64,12 @@ def parameters_of(function: Any, name: str) -> list[list[str]]:
     ]
 
 
-def mutated(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+def mutated(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
     """The arguments that an operator of ``torch.ops`` writes in place, by its schemas."""
-    found = []
     for arguments in (each._schema.arguments for each in _overloads(function)):
         values = {argument.name: value for argument, value in zip(arguments, args)} | dict(kwargs)
         writes = (each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write)
-        found += [values[name] for name in writes if name in values]
-    return found
+        yield from (values[name] for name in writes if name in values)
 
 
 def library_names(function: Any) -> tuple[str, ...]:
@@ -110,10 +108,10 @@ def is_in_library(name: str) -> bool:
 
 def is_function(name: str) -> bool:
     """Whether PyTorch has a function of this name: "torch.sigmoid"."""
-    found: Any = torch
+    value: Any = torch
     for part in name.split(".")[1:]:
-        found = getattr(found, part, None)
-    return callable(found)
+        value = getattr(value, part, None)
+    return callable(value)
 
 
 # Namespaces of PyTorch's own operators: those of the distributed ones communicate.

@@ -1,4 +1,4 @@
-"""Names of FX graphs and of Thunder's splitter of them, for ``thunderfx``. Checked with lightning-thunder 0.2.6."""
+"""Has Thunder's splitter of Dynamo's graphs keep more operators, for ``thunderfx``. Checked with Thunder 0.2.6."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from thunder_cg.compat.fx import (
     without_gradient,
 )
 from thunder_cg.compat.tensors import tree_flatten
+from thunder_cg.errors import SkipReason
 
 _FALLBACKS = frozenset(utils.auto_register_ops)  # PyTorch's functions that Thunder calls as they are
 
@@ -104,7 +105,7 @@ def fallback_of(node: Node) -> Callable[..., Any] | None:
 
 @contextmanager
 def keeping_fallbacks(
-    objection: Callable[[Node], str | None],
+    objection: Callable[[Node], SkipReason | None],
     rewrite: Callable[[GraphModule], None],
     join: Callable[[dict[Node, int], frozenset[int]], dict[Node, int]],
     around_inductor: Callable[[Callable[..., Any]], Callable[..., Any]],
@@ -148,10 +149,10 @@ def keeping_fallbacks(
         return result
 
     def is_kept(node: Node, options: dict[str, Any]) -> tuple[bool, SplitReason | None]:
-        if (problem := objection(node)) is None:
+        if (reason := objection(node)) is None:
             options = _untracked(options) if node.name in untracked(node.graph) else options
             return (True, None) if is_for_splitter(node.target) else is_supported(node, options)
-        info = f"node with name: {node.name} and target: {node.target} {problem}"
+        info = f"node with name: {node.name} and target: {node.target} {reason}"
         return False, SplitReason(SplitReasonType.MISSING_OP_SUPPORT, info)
 
     with (

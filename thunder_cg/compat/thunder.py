@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from itertools import count
 from operator import attrgetter
 from typing import Any
@@ -43,8 +43,9 @@ from thunder.core.proxies import (
 )
 from thunder.core.pytree import tree_flatten, tree_flatten_with_dataclass, tree_map
 from thunder.core.recipe import Plugin, PluginPolicy
-from thunder.core.symbol import BoundSymbol, Symbol, has_tags
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag, Symbol, has_tags
 from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, _tracectx, from_trace, tracectx
+from thunder.core.trace_interpreter import TraceSubstitutionProcessor
 from thunder.core.transform_common import Transform
 from thunder.core.transforms import augmented_forward_impls, backward_impls
 from thunder.core.update_aliases import insert_alias_updates
@@ -82,6 +83,7 @@ from thunder.torch import (
     to as torch_to,
     where as torch_where,
 )
+from thunder.transforms.autodiff import _should_recompute_bsym_in_backward
 from thunder.transforms.extraction_only_prologue_transform import ExtractionOnlyPrologueTransform
 
 from thunder_cg.compat.operators import library_names
@@ -253,6 +255,46 @@ def proxies_made(symbol: BoundSymbol) -> Iterator[Proxy]:
 def outside_of_autograd(function: Callable[..., Any]) -> Callable[..., Any]:
     """As Thunder calls its traces: without gradients and without autocast, whatever the caller has."""
     return no_autocast(torch.no_grad()(function))
+
+
+_notes: list[Callable[[Any, Any], None]] = []
+
+
+def before_symbols(note: Callable[[Any, Any], None]) -> None:
+    """From now on, a pass over a trace of ours calls ``note(pass, symbol)`` before it processes a symbol."""
+    _notes.append(note)
+    TraceSubstitutionProcessor.__init_subclass__ = classmethod(_calling_notes)
+
+
+def _calling_notes(processor: type[Any]) -> None:
+    """Thunder defines a pass when it runs it."""
+    if not is_ours(get_compile_data()):
+        return
+    process = processor.process_bsym
+
+    def process_bsym(self: Any, bound: Any) -> None:
+        for note in _notes:
+            note(self, bound)
+        process(self, bound)
+
+    processor.process_bsym = process_bsym
+
+
+@cache
+def keep_effects_once(has_effect: Callable[[BoundSymbol], bool]) -> None:
+    """From now on, what has an effect, such as a draw, runs once, also in a checkpointed function.
+
+    Thunder (0.2.6) draws again where the backward computes the function once more.
+    """
+
+    def compute_once(processor: Any, bound: Any) -> None:
+        recomputes = type(processor).__name__ == "InsertRecomputationsProcessor"
+        if recomputes and _should_recompute_bsym_in_backward(bound) and has_effect(bound):
+            bound.tags.discard(BoundSymbolTag.RECOMPUTE_IN_BACKWARD)
+            for proxy in bound.flat_proxy_outs:
+                proxy.tags.discard(ProxyTag.RECOMPUTE_IN_BACKWARD)
+
+    before_symbols(compute_once)
 
 
 # What the ids of symbols end with whose results have no gradient, and what is wrong where a tensor has one.

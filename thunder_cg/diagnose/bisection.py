@@ -135,10 +135,10 @@ class _Trials:
 
     def culprit(self, region: RuntimeRegion, denied: Set[str]) -> Culprit | None:
         """The op that is to blame for what ``region`` does while ``denied`` ops are eager."""
-        found = region.disagreement
-        assert found is not None
-        if found.op is not None:
-            return Culprit(found.op.deny_name, found.where, region.name, found.difference)
+        disagreement = region.disagreement
+        assert disagreement is not None
+        if disagreement.op is not None:
+            return Culprit(disagreement.op.deny_name, disagreement.where, region.name, disagreement.difference)
         names = [*dict.fromkeys(op.deny_name for op in region.ops)]
         while len(names) > 1:
             half = names[: len(names) // 2]
@@ -146,7 +146,7 @@ class _Trials:
         where = next(
             (f"at {op.line}" for op in region.ops if op.line and op.deny_name == names[0]), "at an unknown line"
         )
-        return Culprit(names[0], where, region.name, found.difference)
+        return Culprit(names[0], where, region.name, disagreement.difference)
 
     def stale(self) -> str:
         """What is wrong with the graphs that ``jfn`` has already, where new ones are right; "" if nothing is."""

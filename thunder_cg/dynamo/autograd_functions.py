@@ -37,11 +37,11 @@ def _graphs(call: Node, module: GraphModule) -> list[GraphModule]:
 
 def _calls(graph: Graph) -> list[list[Node]]:
     """The calls of each ``torch.autograd.Function``, as releases of PyTorch from 2.10 on write them."""
-    found: defaultdict[Any, list[Node]] = defaultdict(list)
+    calls: defaultdict[Any, list[Node]] = defaultdict(list)
     for call in graph.find_nodes(op="call_function", target=torch.ops.higher_order.autograd_function_apply):
         if "args_tensor_mask" not in call.kwargs:
-            found[tuple(getattr(arg, "target", arg) for arg in call.args[:2])].append(call)
-    return [*found.values()]
+            calls[tuple(getattr(arg, "target", arg) for arg in call.args[:2])].append(call)
+    return [*calls.values()]
 
 
 def _return_what_is_used(calls: Sequence[Node], forward: GraphModule, backward: GraphModule) -> None:

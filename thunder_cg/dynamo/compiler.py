@@ -38,7 +38,7 @@ from thunder_cg.dynamo.numbers import specialize_floats, take_out_numbers, take_
 from thunder_cg.dynamo.pieces import join_pieces
 from thunder_cg.dynamo.rewrites import rewrite
 from thunder_cg.dynamo.writes import makes_only_views, order_counts
-from thunder_cg.errors import CaptureError, CudagraphError, OptionError, TransformConflictError
+from thunder_cg.errors import CaptureError, CudagraphError, OptionError, SkipReason, TransformConflictError
 from thunder_cg.options import taken_from
 from thunder_cg.progress import Stage
 from thunder_cg.report.breaks import graph_breaks
@@ -49,7 +49,7 @@ from thunder_cg.transform import cudagraph_transform
 _logger = logging.getLogger(__name__)
 
 _FIRST_CALLS = 3  # of which the log says if none ran in Thunder
-_APART = "; compile what comes before it and after it as functions of their own"
+_APART = "compile what comes before it and after it as functions of their own"
 _OF_ANOTHER = "a value of another piece"  # of the graph
 
 
@@ -98,7 +98,7 @@ class Compiler(ThunderCompiler):
                 raise
             problem = f"is in a graph that Thunder's splitter does not take: {described(error)}"
             try:
-                compiled = self._split(as_it_was, lambda _: problem + _APART, *inputs)
+                compiled = self._split(as_it_was, lambda _: SkipReason(problem, _APART), *inputs)
             except Exception:
                 self._note_failure(error, _line_of_operator(module, str(error)))
                 raise error from None
@@ -109,9 +109,9 @@ class Compiler(ThunderCompiler):
         if any(getattr(each, "strict", None) == "ops" for each in options):
             for outside in (each for each in outside_of("the graph", self.subgraph_infos[-1]) if each.cost):
                 where = f"{outside.operator} at {outside.line or 'a line unknown to Dynamo'}"
-                reason, _, fix = outside.reason.partition("; ")
-                problem = f"runs eagerly, as Inductor got it and no trace has it: {reason}"
-                raise CaptureError(where, problem, fix or "use an operator that Thunder traces", option='strict="ops"')
+                problem = f"runs eagerly, as Inductor got it and no trace has it: {outside.reason}"
+                fix = outside.fix or "use an operator that Thunder traces"
+                raise CaptureError(where, problem, fix, option='strict="ops"')
         return put_back(module if only_views else compiled)
 
     def note_dynamos_failure(self, error: Exception, stack: Sequence[FrameSummary]) -> None:
@@ -125,7 +125,7 @@ class Compiler(ThunderCompiler):
         line = stack[-1] if stack else line_of(error)
         self.failure = with_advice(error, self.function, problem, line, is_of_dynamo=True)
 
-    def _split(self, module: GraphModule, objection: Callable[[Node], str | None], *inputs: Any) -> Any:
+    def _split(self, module: GraphModule, objection: Callable[[Node], SkipReason | None], *inputs: Any) -> Any:
         """Thunder's own ``__call__``, with fusions of consecutive operators where `order_counts`.
 
         Args:

@@ -50,30 +50,30 @@ from thunder_cg.dynamo.writes import (
     writes_to_inputs,
     written_by,
 )
+from thunder_cg.errors import SkipReason
 
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 # Their gradients, or which results have one, are not PyTorch's.
 _WRONG = frozenset({"lu", "lu_unpack", "native_layer_norm", "norm"})
 
-# What changes it, after the reason.
-_OUT_OF_PLACE = "; compute a new tensor, as x = x * 2 for x.mul_(2)"
-_NO_TRANSFORM = "; write it without the transform, as x.sum(-1) for torch.vmap(torch.sum)(x)"
-_FEW_KERNELS = "; nothing has to change: the layer is a few large kernels, which no fusion makes faster"
-_OF_PYTORCH = "; call PyTorch's function of that name, or index a tensor, which is made of the array once, outside"
-_WITH_DIMENSION = "; give it a dimension, as with keepdim=True, or use a GPU"
-_OTHERS = "; use other operators, or call it outside of the compiled function"
-_REAL = "; compute with the real and the imaginary part as two tensors"
-_THUNDERS_PARALLELISM = "; take column_parallel and row_parallel of thunder.distributed, with thunder.jit"
-_INDEX = "; take torch.where, x.scatter(dim, index, source) or x.index_copy(dim, index, source)"
-_DRAWS_OTHERS = (
-    "draws with PyTorch's generator under Dynamo, and so other numbers than NumPy would; with "
-    "torch._dynamo.config.use_numpy_random_stream = True, the graph ends there and NumPy draws"
+# What changes it.
+_OUT_OF_PLACE = "compute a new tensor, as x = x * 2 for x.mul_(2)"
+_NO_TRANSFORM = "write it without the transform, as x.sum(-1) for torch.vmap(torch.sum)(x)"
+_FEW_KERNELS = "nothing has to change: the layer is a few large kernels, which no fusion makes faster"
+_OF_PYTORCH = "call PyTorch's function of that name, or index a tensor, which is made of the array once, outside"
+_WITH_DIMENSION = "give it a dimension, as with keepdim=True, or use a GPU"
+_OTHERS = "use other operators, or call it outside of the compiled function"
+_REAL = "compute with the real and the imaginary part as two tensors"
+_THUNDERS_PARALLELISM = "take column_parallel and row_parallel of thunder.distributed, with thunder.jit"
+_INDEX = "take torch.where, x.scatter(dim, index, source) or x.index_copy(dim, index, source)"
+_DRAWS_OTHERS = SkipReason(
+    "draws with PyTorch's generator under Dynamo, and so other numbers than NumPy would",
+    "with torch._dynamo.config.use_numpy_random_stream = True, the graph ends there and NumPy draws",
 )
 
 
-def objections(module: GraphModule, options: dict[str, Any]) -> Callable[[Node], str | None]:
-    """Says of a node of a graph why it is left to Inductor, to be read after its name, and behind a semicolon what
-    changes that, if something does; None if Thunder traces it.
+def objections(module: GraphModule, options: dict[str, Any]) -> Callable[[Node], SkipReason | None]:
+    """Says of a node of a graph why it is left to Inductor, to be read after its name; None if Thunder traces it.
 
     Args:
         module: the graph, with those of functions that it calls, such as checkpointed ones.
@@ -83,13 +83,13 @@ def objections(module: GraphModule, options: dict[str, Any]) -> Callable[[Node],
     of_graph = {each.graph: _objections(each.graph, options) for each in modules}
     checkpointed = {module.get_submodule(str(call.args[0])).graph for call in checkpoints(module.graph)}
 
-    def objection(node: Node) -> str | None:
+    def objection(node: Node) -> SkipReason | None:
         if node.graph in checkpointed and written_by(node):
             problem = "writes in place in a checkpointed function, and Thunder does not see who reads it there"
-            return problem + _OUT_OF_PLACE
+            return SkipReason(problem, _OUT_OF_PLACE)
         if node.graph in checkpointed and node.target is torch.ops.higher_order.autograd_function_apply:
             problem = "is a torch.autograd.Function in a checkpointed function, and Thunder traces others only"
-            return f"{problem}; call it outside of the checkpointed function"
+            return SkipReason(problem, "call it outside of the checkpointed function")
         return next((found for each in _with_results(node) if (found := of_graph[node.graph](each)) is not None), None)
 
     return objection
@@ -104,98 +104,102 @@ def _with_results(node: Node) -> Iterator[Node]:
         yield from (user for user in maker.users if user.target is operator.getitem)
 
 
-def _objections(graph: Graph, options: dict[str, Any]) -> Callable[[Node], str | None]:
+def _objections(graph: Graph, options: dict[str, Any]) -> Callable[[Node], SkipReason | None]:
     transformed = inside_transforms(graph)
     lost_views = [example(node) for node in _views_lost_before_writes(graph)]
     lost, untracked = untracked_writes(graph), without_gradient(graph)
     viewed, with_dtensors = views_and_writes(graph), trains_on_dtensors(graph)
     is_given = _writes_across_pieces(graph, options)
 
-    def objection(node: Node) -> str | None:
+    def objection(node: Node) -> SkipReason | None:
         if node.name in transformed or is_of_transform(node):
-            return (
-                "is inside of torch.vmap or another transform of torch.func, which Thunder does not see" + _NO_TRANSFORM
+            return SkipReason(
+                "is inside of torch.vmap or another transform of torch.func, which Thunder does not see", _NO_TRANSFORM
             )
-        if (problem := _objection_to_node(node, options)) is not None:
-            return problem
+        if (reason := _objection_to_node(node, options)) is not None:
+            return reason
         if with_dtensors and any(map(is_wrapper, tensors_in((example(node), example(node.args))))):
-            return "works on DTensors, of which Thunder knows no gradient" + _THUNDERS_PARALLELISM
+            return SkipReason("works on DTensors, of which Thunder knows no gradient", _THUNDERS_PARALLELISM)
         if node.name in lost:
-            return "writes in place, without a gradient, to a tensor that has one, which Thunder loses" + _OUT_OF_PLACE
+            problem = "writes in place, without a gradient, to a tensor that has one, which Thunder loses"
+            return SkipReason(problem, _OUT_OF_PLACE)
         if is_given(node):
-            return (
+            return SkipReason(
                 "writes in place to an argument or to what another piece made, or makes a view of it, whose gradient "
-                "Thunder loses" + _OUT_OF_PLACE
+                "Thunder loses",
+                _OUT_OF_PLACE,
             )
         if node.name in viewed:
-            return (
-                "writes to memory of which a view is read later, or makes that view, whose gradient Thunder loses"
-                + _OUT_OF_PLACE
+            return SkipReason(
+                "writes to memory of which a view is read later, or makes that view, whose gradient Thunder loses",
+                _OUT_OF_PLACE,
             )
         is_tracked = requires_grad(result := example(node)) and node.name not in untracked
         if is_tracked and node.op.startswith("call"):
             if has_another_derivative(node):
                 is_index = operator_name(node).rstrip("_") == "index_put"
-                return "gets other gradients from Thunder than from PyTorch" + (_INDEX if is_index else _REAL)
+                return SkipReason("gets other gradients from Thunder than from PyTorch", _INDEX if is_index else _REAL)
             if is_named_in_place(node) and _writes_view(node, result):
-                return "writes in place through a view, whose gradient Thunder loses" + _OUT_OF_PLACE
+                return SkipReason("writes in place through a view, whose gradient Thunder loses", _OUT_OF_PLACE)
         if _is_unsummed(node, is_tracked=is_tracked):
-            return "returns a 0-dim tensor on the CPU, whose gradient Thunder does not sum" + _WITH_DIMENSION
+            return SkipReason("returns a 0-dim tensor on the CPU, whose gradient Thunder does not sum", _WITH_DIMENSION)
         function = fallback_of(node)
         if function is not None and shares_memory(lost_views, result):
-            return (
-                "returns a view of what is written in place, which Thunder's fallback for it does not know"
-                + _OUT_OF_PLACE
+            return SkipReason(
+                "returns a view of what is written in place, which Thunder's fallback for it does not know",
+                _OUT_OF_PLACE,
             )
         if shares_memory(lost_views, example(written_by(node))):
-            return (
-                "writes in place to memory of which another operator, that Inductor gets, returns a view"
-                + _OUT_OF_PLACE
+            return SkipReason(
+                "writes in place to memory of which another operator, that Inductor gets, returns a view", _OUT_OF_PLACE
             )
         return objection_to_fallback(node, function) if function is not None else None
 
     return objection
 
 
-def _objection_to_node(node: Node, options: dict[str, Any]) -> str | None:
+def _objection_to_node(node: Node, options: dict[str, Any]) -> SkipReason | None:
     """Why a node is left to Inductor, whatever else there is in the graph."""
     if node.target is torch.ops.higher_order.autograd_function_apply and "args_tensor_mask" not in node.kwargs:
         problem = "is a torch.autograd.Function, which Thunder knows only as older releases of PyTorch wrote it"
-        return problem + _OTHERS
+        return SkipReason(problem, _OTHERS)
     if is_collective(node) and is_unused(node):
-        return "communicates for other ranks alone, and Thunder would drop it, as nothing here uses the result"
+        return SkipReason(
+            "communicates for other ranks alone, and Thunder would drop it, as nothing here uses the result"
+        )
     if loses_wait(node, options):
-        return "waits for a collective that Thunder does not trace, and Thunder would not wait"
+        return SkipReason("waits for a collective that Thunder does not trace, and Thunder would not wait")
     if node.op == "call_method" and node.target == "unfold":
         problem = "is a method that Thunder takes for torch.nn.functional.unfold, which is another function"
         same = "x[..., torch.arange(n)[:, None] * step + torch.arange(size)] is x.unfold(-1, size, step)"
-        return f"{problem}; {same}"
+        return SkipReason(problem, same)
     if node.target is GET_DATA:
         problem = "is written or returned, or beside a 0-dim tensor on the CPU, and Thunder does not trace it"
-        return f"{problem}; take x.detach() for x.data, and write to x under torch.no_grad()"
+        return SkipReason(problem, "take x.detach() for x.data, and write to x under torch.no_grad()")
     if node.target is F.embedding and argument(node, 3, "max_norm") is not None:
         fix = "leave it out, and write before the call: weight.data.copy_(weight.renorm(2, 0, max_norm))"
-        return f"has max_norm=, with which it writes to the weight; {fix}"
+        return SkipReason("has max_norm=, with which it writes to the weight", fix)
     if reads_by_strides(node) and layout_counts(node):
-        return "reads memory by strides that Thunder may not keep, and the memory is written or returned" + _OTHERS
+        problem = "reads memory by strides that Thunder may not keep, and the memory is written or returned"
+        return SkipReason(problem, _OTHERS)
     if node.target is operator.getitem and requires_grad(example(node)) and _has_list(node.args[1]):
-        return "has a list in its index, which is copied to the device in each call; make it a tensor once, outside"
+        problem = "has a list in its index, which is copied to the device in each call"
+        return SkipReason(problem, "make it a tensor once, outside")
     if (name := numpy_name(node)) == "numpy.item":
         problem = "reads a number of NumPy's, or a size, from a tensor, as which Dynamo passes it"
-        return f"{problem}; pass a number of Python's, as int(n) makes one"
+        return SkipReason(problem, "pass a number of Python's, as int(n) makes one")
     if name is not None:
-        return (
-            _DRAWS_OTHERS
-            if name.startswith("numpy.random.")
-            else f"is NumPy's, which Dynamo has PyTorch compute{_OF_PYTORCH}"
-        )
+        if name.startswith("numpy.random."):
+            return _DRAWS_OTHERS
+        return SkipReason("is NumPy's, which Dynamo has PyTorch compute", _OF_PYTORCH)
     if is_of_array(node):
         problem = "makes a tensor of an array of NumPy's in each call, which Thunder does not trace"
-        return f"{problem}; make the array a tensor or a buffer once, outside of what is compiled"
+        return SkipReason(problem, "make the array a tensor or a buffer once, outside of what is compiled")
     if operator_name(node) == "_assert_async":
-        return "is an assert on what a tensor holds, which Thunder does not trace; check before or after the call"
+        problem = "is an assert on what a tensor holds, which Thunder does not trace"
+        return SkipReason(problem, "check before or after the call")
     if is_unknown(node.target):
-        return "didn't have any mapping in thunder"
+        return SkipReason("didn't have any mapping in thunder")
     return None
 
 
@@ -226,40 +230,42 @@ def is_unknown(function: Any) -> bool:
     return inspect.isbuiltin(function) and function.__module__ == "torch" and function not in symbols_of_functions()
 
 
-def objection_to_fallback(node: Node, function: Callable[..., Any]) -> str | None:
+def objection_to_fallback(node: Node, function: Callable[..., Any]) -> SkipReason | None:
     """Why a call of a fallback is left to Inductor; None if Thunder traces it right."""
     args = example(node.args)
     leaves = tree_leaves((args, example(node.kwargs)))
     if any(isinstance(leaf, torch.SymFloat) for leaf in leaves):
         return NUMBER_OF_DYNAMO
     with_gradient = any(map(requires_grad, leaves))
-    if (problem := objection_to_operator(function, with_gradient=with_gradient)) is not None:
-        return problem
+    if (reason := objection_to_operator(function, with_gradient=with_gradient)) is not None:
+        return reason
     if any(requires_grad(leaf) for arg in args if isinstance(arg, (list, tuple)) for leaf in tree_leaves(arg)):
-        return "takes a list of tensors, whose gradients Thunder's fallback for it loses" + _OTHERS
+        return SkipReason("takes a list of tensors, whose gradients Thunder's fallback for it loses", _OTHERS)
     if returns_cpu_scalar(node):
         problem = "returns a 0-dim tensor on the CPU, whose gradient Thunder does not sum and its fallback refuses"
-        return problem + _WITH_DIMENSION
+        return SkipReason(problem, _WITH_DIMENSION)
     if reads_values(node, function):  # as istft
-        return "checks on the host what a tensor holds, which Thunder has no value of while it traces" + _OTHERS
+        problem = "checks on the host what a tensor holds, which Thunder has no value of while it traces"
+        return SkipReason(problem, _OTHERS)
     if depends_on_autocast(node, function):
         problem = "computes in another dtype under autocast, which Thunder's fallback for it does not see"
-        return f"{problem}; call it under torch.autocast(device_type, enabled=False), and cast its arguments"
+        return SkipReason(problem, "call it under torch.autocast(device_type, enabled=False), and cast its arguments")
     return None
 
 
-def objection_to_operator(function: Callable[..., Any], *, with_gradient: bool) -> str | None:
+def objection_to_operator(function: Callable[..., Any], *, with_gradient: bool) -> SkipReason | None:
     """Why all calls of a fallback are left to Inductor, or all where a gradient is wanted."""
     id_ = symbols_of_functions()[function].id
     rule = rules.find(None, id_)
     if rule is None or rule.cause.reason is Reason.SIDE_EFFECT or rule.writes:
-        return "may write its inputs or other state, of which Thunder's fallback for it says nothing" + _OTHERS
+        problem = "may write its inputs or other state, of which Thunder's fallback for it says nothing"
+        return SkipReason(problem, _OTHERS)
     if with_gradient and id_.rsplit(".", 1)[-1] in _WRONG:
-        return "gets other gradients from Thunder's fallback for it than from PyTorch" + _OTHERS
+        return SkipReason("gets other gradients from Thunder's fallback for it than from PyTorch", _OTHERS)
     if with_gradient and rule.draws:
         is_recurrent = id_.rsplit(".", 1)[-1] in _RECURRENT
-        fix = _FEW_KERNELS if is_recurrent else "; draw with torch.rand_like, and compute with that"
-        return "may draw, and Thunder's fallback for it would draw again in its backward" + fix
+        fix = _FEW_KERNELS if is_recurrent else "draw with torch.rand_like, and compute with that"
+        return SkipReason("may draw, and Thunder's fallback for it would draw again in its backward", fix)
     return None
 
 

@@ -30,24 +30,11 @@ from thunder_cg.compat.thunder import (
     with_derivative,
 )
 
-# Thunder's symbols refuse some arguments, such as ceil_mode, or have no gradient.
-_PARTIAL = {
-    torch.index_add: "index_add",
-    pad: "pad",  # reflected or circular
-    F.max_pool1d: "max_pool1d",
-    F.max_pool2d: "max_pool2d",
-    F.max_pool3d: "max_pool3d",
-    F.avg_pool1d: "avg_pool1d",
-    F.avg_pool2d: "avg_pool2d",
-    F.avg_pool3d: "avg_pool3d",
-    torch.flip: "flip",
-    torch.lerp: "lerp",
-    torch.minimum: "minimum",
-    torch.remainder: "remainder",
-    torch.repeat_interleave: "repeat_interleave",
-    torch.round: "round",
-    torch.trunc: "trunc",
-}
+# Thunder's symbols refuse some arguments, such as ceil_mode, or have no gradient. ``pad`` may reflect or be circular.
+_PARTIAL = (
+    *(torch.index_add, pad, F.max_pool1d, F.max_pool2d, F.max_pool3d, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d),
+    *(torch.flip, torch.lerp, torch.minimum, torch.remainder, torch.repeat_interleave, torch.round, torch.trunc),
+)
 
 # Of what is in a list, Thunder's fallbacks lose the gradient. These get each tensor by itself.
 _OF_LISTS: dict[Any, Callable[..., Any]] = {
@@ -59,37 +46,28 @@ _OF_LISTS: dict[Any, Callable[..., Any]] = {
 }
 
 # They make tensors of numbers alone. Thunder's splitter takes them for functions of Python's, and Thunder then raises.
-_FACTORIES = {
-    torch.bartlett_window: "bartlett_window",
-    torch.blackman_window: "blackman_window",
-    torch.eye: "eye",
-    torch.hamming_window: "hamming_window",
-    torch.hann_window: "hann_window",
-    torch.kaiser_window: "kaiser_window",
-    torch.linspace: "linspace",
-    torch.logspace: "logspace",
-    torch.tril_indices: "tril_indices",
-    torch.triu_indices: "triu_indices",
-}
+_FACTORIES = (
+    *(torch.bartlett_window, torch.blackman_window, torch.eye, torch.hamming_window, torch.hann_window),
+    *(torch.kaiser_window, torch.linspace, torch.logspace, torch.tril_indices, torch.triu_indices),
+)
 
 # They have no gradient: PyTorch calls the former, for nn.TransformerEncoder, only where nothing wants one.
-_FUSED = {transformer_encoder_layer: "transformer_encoder_layer", int_mm: "int_mm"}
+_FUSED = transformer_encoder_layer, int_mm
 
 executor = register_executor(OperatorExecutor("torch_ops"))
-# Of classes: Thunder's gradient of a sum raises, among others.
-_LOSSES = {F.cross_entropy: "cross_entropy", F.nll_loss: "nll_loss"}
+_LOSSES = F.cross_entropy, F.nll_loss  # of classes: Thunder's gradient of a sum raises, among others
 
+_OTHERS = (
+    F.interpolate,
+    torch.mul,  # of complex numbers, as in rotary embeddings: see Note [Other derivatives]
+    F.scaled_dot_product_attention,  # Thunder's symbol does not take enable_gqa
+    torch.segment_reduce,
+    weight_norm,
+    *grouped_mm,
+)
 _NAMES: dict[Any, str] = {
-    **_LOSSES,
-    F.interpolate: "interpolate",
-    torch.mul: "mul",  # of complex numbers, as in rotary embeddings: see Note [Other derivatives]
-    F.scaled_dot_product_attention: "scaled_dot_product_attention",  # Thunder's symbol does not take enable_gqa
-    torch.segment_reduce: "segment_reduce",
-    weight_norm: "weight_norm",
-    **_PARTIAL,
-    **_FACTORIES,
-    **_FUSED,
-    **dict.fromkeys(grouped_mm, "grouped_mm"),
+    each: each.__name__.removeprefix("_").removesuffix("_fwd")
+    for each in (*_LOSSES, *_PARTIAL, *_FACTORIES, *_FUSED, *_OTHERS)
 }
 
 # Those that are methods, too. A method takes what the function takes, and sizes one by one.
@@ -99,7 +77,7 @@ _NAMES |= {method: name for name, method in _METHODS.items()}
 
 def is_partial(function: Any) -> bool:
     """Whether Thunder has a symbol for the function, which may do."""
-    return isinstance(function, Hashable) and _NAMES.get(function) in _PARTIAL.values()
+    return isinstance(function, Hashable) and _NAMES.get(function) in {each.__name__ for each in _PARTIAL}
 
 
 def instead_of(function: Any) -> Callable[..., Any] | None:

@@ -9,7 +9,7 @@ symbols, it compiles them once. Thunder traces anew for each size, and each of i
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, groupby
 from typing import Any
 
@@ -46,9 +46,13 @@ from thunder_cg.compat.thunder import call_untraced, outside_of_autograd, symbol
 from thunder_cg.dynamo.layouts import is_refused_lstm
 from thunder_cg.dynamo.operators import executor, in_layout
 from thunder_cg.dynamo.writes import requires_grad, shares_memory, written_by
+from thunder_cg.errors import SkipReason
 
 _numbers = count()
-_SYMBOLIC = 'with cache="symbolic values", a trace is for several sizes, and such an operator for one; leave it out'
+_SYMBOLIC = SkipReason(
+    'with cache="symbolic values", a trace is for several sizes, and such an operator for one', "leave it out"
+)
+_ALONE = SkipReason("Thunder traces nothing around it")
 
 
 def join_pieces(parts: dict[Node, int], of_thunder: frozenset[int], *, is_symbolic: bool = False) -> dict[Node, int]:
@@ -63,7 +67,7 @@ def join_pieces(parts: dict[Node, int], of_thunder: frozenset[int], *, is_symbol
         The same for the graph as it is then.
     """
     parts = parts if is_symbolic else _read_where_used(parts, of_thunder)
-    for_all = _SYMBOLIC if is_symbolic else None if of_thunder else "Thunder traces nothing around it"
+    for_all = _SYMBOLIC if is_symbolic else None if of_thunder else _ALONE
     is_thunders: dict[Node, bool] = {}
     for number, group in groupby([*parts], parts.__getitem__):
         nodes, is_kept = [*group], number in of_thunder
@@ -90,7 +94,7 @@ def _read_where_used(parts: dict[Node, int], of_thunder: frozenset[int]) -> dict
     trains = any(requires_grad(leaf) for leaf in tree_leaves(made))
     if not trains or any(map(written_by, parts)) or any(map(is_of_unknown_size, made)):  # another read, another size
         return parts
-    found: dict[Node, int] = {}
+    part_of: dict[Node, int] = {}
     copies: dict[tuple[Node, int], Node] = {}
 
     def copied(number: Node, part: int) -> Node:
@@ -98,22 +102,24 @@ def _read_where_used(parts: dict[Node, int], of_thunder: frozenset[int]) -> dict
             return number
         if (number, part) not in copies:
             copies[number, part] = number.graph.node_copy(number, lambda each: copied(each, part))
-            found[copies[number, part]] = part
+            part_of[copies[number, part]] = part
         return copies[number, part]
 
     for node, part in parts.items():
         for number in node.all_input_nodes if part not in of_thunder else ():
             with node.graph.inserting_before(node):
                 node.replace_input_with(number, copied(number, part))
-        found[node] = part
+        part_of[node] = part
     for number in dict.fromkeys(number for number, _ in reversed(copies)):
         if not number.users:
-            del found[number]
+            del part_of[number]
             number.graph.erase_node(number)
-    return found
+    return part_of
 
 
-def _as_operator(nodes: Sequence[Node], for_all: str | None) -> tuple[Callable[..., Any], list[Node], list[Node]]:
+def _as_operator(
+    nodes: Sequence[Node], for_all: SkipReason | None
+) -> tuple[Callable[..., Any], list[Node], list[Node]]:
     """What computes the results of a piece from its inputs, these inputs and these results.
 
     Args:
@@ -123,36 +129,18 @@ def _as_operator(nodes: Sequence[Node], for_all: str | None) -> tuple[Callable[.
         StaysApart: the piece is none.
     """
     if for_all is not None:
-        raise StaysApart(for_all)
+        raise StaysApart(*for_all)
     inside = {*nodes}
     inputs = [*dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each not in inside)]
     results = [node for node in nodes if not inside.issuperset(node.users)]
     if (sizes := sizes_beside(inputs, nodes)) is None:
         raise StaysApart("it has sizes that depend on what tensors hold, or that the graph does not get")
     inputs += sizes
-    taken = [each for each in inputs if not isinstance(example(each), torch.SymInt) or is_read_number(example(each))]
-    values, made = [*map(example, taken)], [*map(example, results)]
     if (modes := modes_of(nodes)) is None:
-        raise StaysApart("one part of it is under torch.no_grad or torch.autocast, another is not; put all there")
-    if not made:
-        raise StaysApart("nothing in the graph takes what it computes")
-    for node in taken:
-        if (problem := _problem_with(node)) is not None:
-            line = called_from(user_frames(node.stack_trace)) if node.op.startswith("call") else None
-            raise StaysApart(f"it takes {_named(node)}{f' at {line}' if line else ''}, {problem}")
-    for node in results:
-        if (problem := _problem_with(node)) is not None:
-            raise StaysApart(f"it returns {_named(node)}, {problem}")
-    if len(devices := sorted({str(value.device) for value in (*values, *made)})) > 1:
-        raise StaysApart(f"its tensors are on {' and '.join(devices)}; move them to one device before")
-    for node in results:
-        if example(node).dim() == 0 and example(node).device.type == "cpu":
-            # see Note [Gradients of CPU scalars] in analysis/gradients.py
-            raise StaysApart(f"it returns {_named(node)}, a 0-dim tensor on the CPU; give it a dimension, or use a GPU")
-    if any(map(is_refused_lstm, nodes)):
-        raise StaysApart("Inductor trains no LSTM on a CPU whose input has no gradient; use a GPU")
-    if any(shares_memory([*values, *made[:i]], value) for i, value in enumerate(made)):
-        raise StaysApart(RETURNS_VIEW)
+        raise StaysApart("one part of it is under torch.no_grad or torch.autocast, another is not", "put all there")
+    taken = [each for each in inputs if not isinstance(example(each), torch.SymInt) or is_read_number(example(each))]
+    for reason in _problems(nodes, taken, results):
+        raise StaysApart(*reason)
     piece = _graph_of(nodes, inputs, results)
     try:
         with modes:
@@ -164,6 +152,33 @@ def _as_operator(nodes: Sequence[Node], for_all: str | None) -> tuple[Callable[.
     return _in_trace(*compiled, len(results)), inputs, results
 
 
+def _problems(nodes: Sequence[Node], taken: Sequence[Node], results: Sequence[Node]) -> Iterator[tuple[str, str]]:
+    """What an operator of a trace cannot do that the nodes do, and the fix.
+
+    Args:
+        taken: what they take, but for sizes.
+    """
+    if not results:
+        yield "nothing in the graph takes what it computes", ""
+    for node in taken:
+        if (reason := _problem_with(node)) is not None:
+            line = called_from(user_frames(node.stack_trace)) if node.op.startswith("call") else None
+            yield f"it takes {_named(node)}{f' at {line}' if line else ''}, {reason.problem}", reason.fix
+    for node in results:
+        if (reason := _problem_with(node)) is not None:
+            yield f"it returns {_named(node)}, {reason.problem}", reason.fix
+    values, made = [*map(example, taken)], [*map(example, results)]
+    if len(devices := sorted({str(value.device) for value in (*values, *made)})) > 1:
+        yield f"its tensors are on {' and '.join(devices)}", "move them to one device before"
+    for node, value in zip(results, made):  # see Note [Gradients of CPU scalars] in analysis/gradients.py
+        if value.dim() == 0 and value.device.type == "cpu":
+            yield f"it returns {_named(node)}, a 0-dim tensor on the CPU", "give it a dimension, or use a GPU"
+    if any(map(is_refused_lstm, nodes)):
+        yield "Inductor trains no LSTM on a CPU whose input has no gradient", "use a GPU"
+    if any(shares_memory([*values, *made[:i]], value) for i, value in enumerate(made)):
+        yield RETURNS_VIEW
+
+
 def _note(nodes: Iterable[Node], reason: str) -> None:
     """Notes on nodes, and on those of functions that they call, such as checkpointed ones, why they are apart."""
     for node in nodes:
@@ -173,17 +188,17 @@ def _note(nodes: Iterable[Node], reason: str) -> None:
             _note(called.graph.nodes if isinstance(called, GraphModule) else (), reason)
 
 
-def _problem_with(node: Node) -> str | None:
+def _problem_with(node: Node) -> SkipReason | None:
     """Why an operator cannot take or return the value of a node: its sizes and strides have to be known where Thunder
     compiles for the sizes of the inputs."""
     value = example(node)
     if node.op == "get_attr":
-        return "which Dynamo's graph holds itself, as it does a checkpointed function"
+        return SkipReason("which Dynamo's graph holds itself, as it does a checkpointed function")
     if not isinstance(value, torch.Tensor):
-        return "which is no tensor; keep it in a tensor" if is_read_number(value) else "which is no tensor"
+        return SkipReason("which is no tensor", "keep it in a tensor" if is_read_number(value) else "")
     if not has_storage(value) or is_wrapper(value):
-        return "a tensor that has no memory of its own, such as a sparse one or a DTensor"
-    return "whose size depends on what tensors hold" if is_of_unknown_size(value) else None
+        return SkipReason("a tensor that has no memory of its own, such as a sparse one or a DTensor")
+    return SkipReason("whose size depends on what tensors hold") if is_of_unknown_size(value) else None
 
 
 def _named(node: Node) -> str:

@@ -61,7 +61,7 @@ def untracked_writes(graph: Graph) -> frozenset[str]:
     if not any(node.op.startswith("call") and node.name not in untracked for node in nodes):
         return frozenset()
     tracked = [example(node) for node in nodes]
-    found: dict[str, Any] = {}
+    writes: dict[str, Any] = {}
     for node in graph.nodes:
         written = _written(node)
         is_tracked = node.name not in untracked and (requires_grad(written) or requires_grad(example(node)))
@@ -69,12 +69,12 @@ def untracked_writes(graph: Graph) -> frozenset[str]:
             continue
         names = [other for other in graph.nodes if _written(other) is None and shares_memory([written], example(other))]
         if len(names) == 1 or any(other.op == "placeholder" for other in names):
-            found[node.name] = written
-    memory = [*found.values()]
+            writes[node.name] = written
+    memory = [*writes.values()]
     views = [
         node.name for node in graph.nodes if node.name in untracked and memory and shares_memory(memory, example(node))
     ]
-    return frozenset([*found, *views])
+    return frozenset([*writes, *views])
 
 
 def writes_to_inputs(graph: Graph, is_kept: Callable[[Node], bool] = lambda node: True) -> frozenset[str]:
@@ -114,7 +114,7 @@ def views_and_writes(graph: Graph) -> frozenset[str]:
     """
     untracked = without_gradient(graph)
     nodes = [*graph.nodes]
-    found: set[str] = set()
+    names: set[str] = set()
     for i, node in enumerate(nodes):
         written = _written(node)
         if written is None or not has_storage(written) or not written.requires_grad or node.name in untracked:
@@ -122,8 +122,8 @@ def views_and_writes(graph: Graph) -> frozenset[str]:
         others = [each for each in nodes[:i] if _is_other_view(each, written)]
         later = {*nodes[i + 1 :]}
         if any(not later.isdisjoint(each.users) for each in others):
-            found.update(each.name for each in [*others, node])
-    return frozenset(found)
+            names.update(each.name for each in [*others, node])
+    return frozenset(names)
 
 
 def _is_other_view(node: Node, written: Tensor) -> bool:
@@ -174,10 +174,10 @@ def order_counts(graph: Graph) -> bool:
 
 def ancestors(node: Node) -> set[Node]:
     """The nodes that a node is computed from."""
-    found: set[Node] = set()
+    above: set[Node] = set()
     waiting = [*node.all_input_nodes]
     while waiting:
-        if (each := waiting.pop()) not in found:
-            found.add(each)
+        if (each := waiting.pop()) not in above:
+            above.add(each)
             waiting += each.all_input_nodes
-    return found
+    return above

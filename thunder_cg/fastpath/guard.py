@@ -106,13 +106,13 @@ class PrologueGuard:
     def look_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """`values` without the checks of state, attributes and sharing. Raises if another check fails."""
         cache = self.parameters_cache
-        found = [*self._arguments(*args, **kwargs)]
-        found += (cache if cache.unchanged() else cache.renewed())[self.parameters_key]
+        values = [*self._arguments(*args, **kwargs)]
+        values += (cache if cache.unchanged() else cache.renewed())[self.parameters_key]
         module = self._module()
         assert module is not None
         for key, is_buffer in self._others:
-            found.append(module.get_buffer(key) if is_buffer else module.get_parameter(key))
-        return found
+            values.append(module.get_buffer(key) if is_buffer else module.get_parameter(key))
+        return values
 
     def sharing_check(self, values: list[Any], static: Sequence[str]) -> Callable[[list[Any]], bool] | None:
         """As `sharing_is_expected`, of the values of calls that have these arguments where they are in ``values``.

@@ -75,7 +75,7 @@ class GlobalStateGuard:
 def _cache_info() -> dict[str, Any]:
     """The state as Thunder's cache info has it."""
     gpu, cpu = torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
-    found: dict[str, Any] = {
+    info: dict[str, Any] = {
         "default_dtype": torch.get_default_dtype(),
         "default_device": torch.get_default_device(),
         "is_autocast_enabled": gpu or cpu,
@@ -83,8 +83,8 @@ def _cache_info() -> dict[str, Any]:
     }
     if gpu or cpu:
         names = [str(dtypes.to_dtype(torch.get_autocast_dtype(kind))) for kind in ("cuda", "cpu")]
-        found.update(zip(_AUTOCAST, (gpu, cpu, *names, names[1] if cpu else names[0])))
-    return found
+        info.update(zip(_AUTOCAST, (gpu, cpu, *names, names[1] if cpu else names[0])))
+    return info
 
 
 def _autocast() -> tuple[Any, ...] | None:

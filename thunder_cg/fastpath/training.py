@@ -340,7 +340,7 @@ def _backward_sources(trace: TraceCtx, names: Sequence[str]) -> list[tuple[int, 
     and one of other values, and the gradients. What the collections hold may have any name, such as an argument's.
     """
     kinds: dict[str, int] = {}  # by the name of a collection
-    found: dict[str, tuple[int, int]] = {}
+    sources: dict[str, tuple[int, int]] = {}
     for symbol in trace.bound_symbols:
         if symbol.sym.id is PrimIDs.UNPACK_TRIVIAL and symbol.output.name == "cotangents":
             kinds["cotangents"] = 1
@@ -348,5 +348,5 @@ def _backward_sources(trace: TraceCtx, names: Sequence[str]) -> list[tuple[int, 
             if collection.name == "saved_for_backward":
                 kinds[symbol.output[0].name] = 0
             elif (kind := kinds.get(collection.name)) is not None:
-                found.update((p.name, (kind, i)) for i, p in enumerate(symbol.output) if isinstance(p, Proxy))
-    return [found[name] for name in names]
+                sources.update((p.name, (kind, i)) for i, p in enumerate(symbol.output) if isinstance(p, Proxy))
+    return [sources[name] for name in names]

@@ -39,8 +39,8 @@ def _run(
 ) -> Any:
     """The first of the results, or it and the logsumexp of each row, which a backward needs."""
     inputs = map(_compact, (query, key, value))
-    found: Any = cudnn_attention(*inputs, bias, results == 2, 0.0, is_causal, False, scale=scale)
-    return found[:2] if results == 2 else found[0]
+    computed: Any = cudnn_attention(*inputs, bias, results == 2, 0.0, is_causal, False, scale=scale)
+    return computed[:2] if results == 2 else computed[0]
 
 
 def _backward(

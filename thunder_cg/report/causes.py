@@ -50,7 +50,7 @@ def causes(
             alike.setdefault(key, []).append(cause)
             if (measured := (times or {}).get(id(program))) is not None:
                 took[key] = took.get(key, 0.0) + sum(measured.get(index, 0.0) for index in cause.ops)
-    found = [
+    reports = [
         CauseReport(
             name=first.name,
             place=first.place,
@@ -64,4 +64,4 @@ def causes(
         )
         for key, (first, *others) in alike.items()
     ]
-    return tuple(sorted(found, key=lambda c: (c.microseconds or 0.0, c.added_regions, c.eager_ops), reverse=True))
+    return tuple(sorted(reports, key=lambda c: (c.microseconds or 0.0, c.added_regions, c.eager_ops), reverse=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import count
 
@@ -28,7 +28,7 @@ class CollectiveReport:
     waited_by: int | None = None  # index of the first op that waits for its launch; None if the collective itself does
 
 
-def collectives(program: Program) -> tuple[CollectiveReport, ...]:
+def collectives(program: Program) -> Iterator[CollectiveReport]:
     """In the order in which the plan runs them."""
     ops = program.ops
     captured = {index for region in program.regions if region.failure is None for index in region.planned.ops}
@@ -38,37 +38,33 @@ def collectives(program: Program) -> tuple[CollectiveReport, ...]:
     for op in order:
         mine = futures.setdefault(launches[op.index], set())
         mine.update(name for name in op.outputs if ops.values[name].kind == "future")
-    found = []
     for place, op in enumerate(order):
         for group in process_groups([op]):
             launch, later = launches[op.index], order[place + 1 :]
             wait = _wait(futures[launch], later)
-            found.append(
-                CollectiveReport(
-                    name=op.name.removeprefix("torch_").removeprefix("collectives_").removesuffix("_prim_impl"),
-                    nbytes=max(_bytes(ops, op.inputs), _bytes(ops, op.outputs)),
-                    group=name_of(group),
-                    ranks=group.size(),
-                    captured=op.index in captured,
-                    launch=launch,
-                    overlaps=_overlaps(futures[launch], later),
-                    issued_by=op.index,
-                    waited_by=wait.index if wait is not None else None,
-                )
+            yield CollectiveReport(
+                name=op.name.removeprefix("torch_").removeprefix("collectives_").removesuffix("_prim_impl"),
+                nbytes=max(_bytes(ops, op.inputs), _bytes(ops, op.outputs)),
+                group=name_of(group),
+                ranks=group.size(),
+                captured=op.index in captured,
+                launch=launch,
+                overlaps=_overlaps(futures[launch], later),
+                issued_by=op.index,
+                waited_by=wait.index if wait is not None else None,
             )
-    return tuple(found)
 
 
 def _launches(program: Program) -> dict[int, int]:
     """A number for each op's launch. Regions coalesce, also where they run eagerly."""
     ops, numbers = program.ops, count()
-    found: dict[int, int] = {}
+    launches: dict[int, int] = {}
     for step in program.plan.steps:
         mine = [ops.ops[index] for index in step.ops]
         together = coalesced(mine, ops.values) if isinstance(step, Region) else [[i] for i in range(len(mine))]
         for launch in together:
-            found |= dict.fromkeys((mine[i].index for i in launch), next(numbers))
-    return found
+            launches |= dict.fromkeys((mine[i].index for i in launch), next(numbers))
+    return launches
 
 
 def name_of(group: ProcessGroup) -> str:

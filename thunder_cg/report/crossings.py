@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from thunder_cg.analysis.ops import Value
@@ -20,7 +21,7 @@ class CrossingReport:
     used_by: tuple[int, ...]  # for each other step that uses it, the index of the first op there
 
 
-def crossings(program: Program) -> tuple[CrossingReport, ...]:
+def crossings(program: Program) -> Iterator[CrossingReport]:
     """In the order of making, first what comes in. Parameters and buffers, which graphs read where they are, are not
     among them."""
     ops = program.ops
@@ -34,7 +35,6 @@ def crossings(program: Program) -> tuple[CrossingReport, ...]:
         if not op.bookkeeping or op.id == "RETURN":
             for name in op.inputs:
                 used.setdefault(name, {}).setdefault(step_of[op.index], op.index)
-    found = []
     for name, maker in made_in.items():
         own = None if maker is None else step_of[maker]
         users = tuple(index for step, index in used.get(name, {}).items() if step != own)
@@ -42,8 +42,7 @@ def crossings(program: Program) -> tuple[CrossingReport, ...]:
             users = tuple(index for index in users if ops.ops[index].id != "RETURN")
         if users:
             value = ops.values[name]
-            found.append(CrossingReport(name, _kind(value), value.nbytes, maker, users))
-    return tuple(found)
+            yield CrossingReport(name, _kind(value), value.nbytes, maker, users)
 
 
 def _kind(value: Value) -> str:

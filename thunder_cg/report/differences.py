@@ -40,12 +40,12 @@ class Differences(Printed):
     @property
     def lines(self) -> tuple[str, ...]:
         """The text, without the headlines."""
-        found: list[str] = []
+        lines: list[str] = []
         for where, changes in groupby(self.changes, key=lambda change: change.where):
-            found += [f"{where}:"] if where else []
+            lines += [f"{where}:"] if where else []
             indent = "  " if where else ""
-            found += [f"{indent}{change.what}: {change.before} -> {change.after}" for change in changes]
-        return tuple(found or [_NONE])
+            lines += [f"{indent}{change.what}: {change.before} -> {change.after}" for change in changes]
+        return tuple(lines or [_NONE])
 
     _title = "CUDA graphs, before and after"
 

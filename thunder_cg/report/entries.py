@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 
 from thunder_cg.compat.dynamo_records import Recompilation
@@ -58,17 +58,15 @@ class ChangeReport:
     fix: str
 
 
-def inputs(program: Program) -> tuple[InputReport, ...]:
+def inputs(program: Program) -> Iterator[InputReport]:
     """The inputs of a forward, in the order of its arguments."""
     values = [program.ops.values[name] for name in program.ops.args]
     layouts = [*program.layouts()]
-    found = []
     for value in values:
         if value.kind == "tensor" and not value.static:
             shape = (None if isinstance(size, NumberProxy) else int(size) for size in proxy_shape(value.proxy))
             strides = dict.fromkeys(known[value.name][1] for known in layouts if known.get(value.name))
-            found.append(InputReport(value.users_name, str(value.dtype), tuple(shape), tuple(strides)))
-    return tuple(found)
+            yield InputReport(value.users_name, str(value.dtype), tuple(shape), tuple(strides))
 
 
 def _are_sizes(function: str, change: CallChange, sized: Set[tuple[str, int]]) -> bool:
@@ -83,10 +81,10 @@ def changes(programs: Iterable[Located], recompilations: Iterable[Recompilation]
     A size that only what comes after a graph break was compiled anew for follows from the break.
     """
     functions = {id(each.program.compilation.changes): each for each in programs}
-    found = [(each.function, change) for each in functions.values() for change in each.program.compilation.changes]
-    shapes = [(function, shape) for function, each in found if each.kind in SIZES for of in each.values for shape in of]
+    pairs = [(each.function, change) for each in functions.values() for change in each.program.compilation.changes]
+    shapes = [(function, shape) for function, each in pairs if each.kind in SIZES for of in each.values for shape in of]
     sized = {(function, size) for function, shape in shapes for size in shape}
-    found = [each for each in found if not _are_sizes(*each, sized)]
+    pairs = [each for each in pairs if not _are_sizes(*each, sized)]
     sizes = {(name, is_after_break(e.function)) for e in recompilations for name in _SIZE_OF.findall(e.condition)}
     follow = {BEFORE_BREAK} | {name for name, after in sizes if after and (name, False) not in sizes}
     return tuple(
@@ -103,5 +101,5 @@ def changes(programs: Iterable[Located], recompilations: Iterable[Recompilation]
             if change.kind in ("number", *SIZES) and not follow.isdisjoint(change.names)
             else change.fix,
         )
-        for function, change in found
+        for function, change in pairs
     )

@@ -48,11 +48,11 @@ def by_line(report: Report) -> Iterator[str]:
 
     One line at the end is for what nothing has to change for.
     """
-    found = [*map(_of_cause, report.causes), *_of_breaks(report.breaks), *_of_inductor(report.outside)]
-    small = [problem for problem in found if problem.fix == NO_GAIN]
-    found = [problem for problem in found if problem.fix != NO_GAIN]
-    found.sort(key=lambda problem: _cost([problem]), reverse=True)
-    lines = sorted(grouped(found, lambda problem: problem.line.removeprefix("near ")), key=_cost, reverse=True)
+    of_report = [*map(_of_cause, report.causes), *_of_breaks(report.breaks), *_of_inductor(report.outside)]
+    small = [problem for problem in of_report if problem.fix == NO_GAIN]
+    of_report = [problem for problem in of_report if problem.fix != NO_GAIN]
+    of_report.sort(key=lambda problem: _cost([problem]), reverse=True)
+    lines = sorted(grouped(of_report, lambda problem: problem.line.removeprefix("near ")), key=_cost, reverse=True)
     if lines or small:
         yield HEADING
     said: dict[str, str] = {}  # reasons and fixes, with the lines that they are said of
@@ -89,7 +89,7 @@ def by_inductor(joined: Iterable[Outside]) -> Iterator[str]:
         yield "In the graphs, but compiled by Inductor in the place of Thunder:"
     for alike in groups[:_MOST_LINES]:
         line, callers = _line(alike[0].line)
-        yield f"  {line}: {_operators(alike)}{callers}: {alike[0].reason.partition('; ')[0]}"
+        yield f"  {line}: {_operators(alike)}{callers}: {alike[0].reason}"
     if len(groups) > _MOST_LINES:
         yield f"  {count(len(groups) - _MOST_LINES, 'more line')}: see explain(fn).joined"
 
@@ -133,14 +133,14 @@ def _of_breaks(breaks: Iterable[GraphBreak]) -> Iterator[_Problem]:
 
 
 def _of_inductor(outside: Iterable[Outside]) -> Iterator[_Problem]:
-    for alike in grouped(outside, lambda part: (part.line, part.reason, part.apart)):
+    for alike in grouped(outside, lambda part: (part.line, part.reason, part.fix, part.apart)):
         line, callers = _line(alike[0].line)
         graphs = _few([*dict.fromkeys(part.function for part in alike)])
         operators = _operators(alike)
-        reason, _, fix = alike[0].reason.partition("; ")
-        said = f"{operators} of {graphs}{callers}, {'are' if ', ' in operators else 'is'} left to Inductor: {reason}"
+        are = "are" if ", " in operators else "is"
+        said = f"{operators} of {graphs}{callers}, {are} left to Inductor: {alike[0].reason}"
         why = f"its piece is in no graph: {apart}" if (apart := alike[0].apart) else ""
-        yield _Problem(line, alike[0].source, said, why, fix, regions=1)
+        yield _Problem(line, alike[0].source, said, why, alike[0].fix, regions=1)
 
 
 def _line(said: str | None) -> tuple[str, str]:

@@ -142,12 +142,12 @@ class MemoryReport:
 
 
 def _recordings(programs: Iterable[Located], numbers: dict[Arena, int]) -> Iterator[RecordingMemory]:
-    found: dict[int, tuple[Located, Recording, list[tuple[Program, TraceRecording]]]] = {}
+    recordings: dict[int, tuple[Located, Recording, list[tuple[Program, TraceRecording]]]] = {}
     for located in programs:
         for recording, traces in located.program.recorded():
-            _, _, parts = found.setdefault(id(recording), (located, recording, []))
+            _, _, parts = recordings.setdefault(id(recording), (located, recording, []))
             parts += [(located.program, trace) for trace in traces]
-    for located, recording, parts in found.values():
+    for located, recording, parts in recordings.values():
         regions = tuple(region for program, trace in parts for region in _regions(program, trace))
         if not regions:  # none of them could be captured, or pays
             continue

@@ -205,16 +205,16 @@ def without_backward(report: Report) -> Iterator[str]:
     never_ran = (each for each in report.traces if each.kind == "backward" and each.regions and not each.calls)
     backwards = {(trace.function, trace.entry) for trace in never_ran}
     forwards = (trace for trace in report.traces if trace.kind == "forward" and trace.calls > 1)
-    found = [each for each in forwards if (each.function, each.entry) in backwards]
-    if found:
-        more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+    unused = [each for each in forwards if (each.function, each.entry) in backwards]
+    if unused:
+        more = f", and {len(unused) - 1} more" if len(unused) > 1 else ""
         trains = any(trace.kind == "backward" and trace.calls for trace in report.traces)
         fix = (
             "compute what no gradient needs, such as a metric or an evaluation, under torch.no_grad()"
             if trains
             else "for inference, call it under torch.no_grad(), or after model.requires_grad_(False)"
         )
-        where = f"{found[0].function}, compiled version {found[0].entry}{more}"
+        where = f"{unused[0].function}, compiled version {unused[0].entry}{more}"
         yield f"No backward ran of {where}: {fix}, which keeps nothing for a backward."
 
 
@@ -321,9 +321,8 @@ def deselected(report: Report) -> Iterator[str]:
     """The regions that ``select="measured"`` leaves eager, with both times, and what to do."""
     regions = [region for trace in report.traces for region in trace.regions if region.deselected]
     if regions:
-        said = [(region.name, *str(region.failure).partition("; ")) for region in regions]
-        names = ", ".join(f"{name} ({times})" for name, times, *_ in said)
-        yield f'select="measured" leaves eager what does not pay: {names}. To change that: {said[0][-1]}.'
+        names = ", ".join(f"{region.name} ({region.failure})" for region in regions)
+        yield f'select="measured" leaves eager what does not pay: {names}. To change that: {regions[0].fix}.'
 
 
 def _graph(region: RegionReport) -> float:

@@ -121,29 +121,29 @@ def _boxes(trace: TraceReport, saves: bool) -> list[_Box]:
 
 def _lines(crossings: Sequence[CrossingReport], boxes: Sequence[_Box]) -> list[_Line]:
     box_of = {index: at for at, box in enumerate(boxes) for index in box.ops}
-    found: dict[tuple[int, int], list[CrossingReport]] = {}
+    lines: dict[tuple[int, int], list[CrossingReport]] = {}
     for value in crossings:
         start = 0 if value.made_by is None else box_of[value.made_by]
         for end in dict.fromkeys(box_of[index] for index in value.used_by):
             if end != start:
-                found.setdefault((start, end), []).append(value)
-    return [_Line(start, end, tuple(values)) for (start, end), values in sorted(found.items())]
+                lines.setdefault((start, end), []).append(value)
+    return [_Line(start, end, tuple(values)) for (start, end), values in sorted(lines.items())]
 
 
 def _columns(collectives: Sequence[CollectiveReport], boxes: Sequence[_Box]) -> dict[str, list[_Communication]]:
     """By group, the collectives that do not wait for themselves. Those that are in flight together are one box."""
     box_of = {index: at for at, box in enumerate(boxes) for index in box.ops}
-    found: dict[str, list[_Communication]] = {}
+    columns: dict[str, list[_Communication]] = {}
     for each in collectives:
         if each.issued_by is None or each.waited_by is None:
             continue
         now = _Communication(box_of[each.issued_by], box_of[each.waited_by], (each,))
-        column = found.setdefault(each.group, [])
+        column = columns.setdefault(each.group, [])
         if column and now.start <= column[-1].end:
             last = column.pop()
             now = _Communication(last.start, max(last.end, now.end), (*last.collectives, each))
         column.append(now)
-    return found
+    return columns
 
 
 def _caption(beside: bool) -> str:

@@ -123,7 +123,7 @@ def _calls_of_parts(fn: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any,
 
 def _timed(entry: Any, inputs: Sequence[Any], forward: Program, backward: Program | None) -> dict[int, Times]:
     """The times of a forward and its backward, by the identity of their programs."""
-    found = {id(program): Times() for program in (forward, backward) if program is not None}
+    times = {id(program): Times() for program in (forward, backward) if program is not None}
     for as_planned in (True, False):
         run = _Run.of(forward, entry.computation_traces[-1], as_planned)
         back = _Run.of(backward, entry.backward_traces[-1], as_planned) if backward is not None else None
@@ -136,10 +136,10 @@ def _timed(entry: Any, inputs: Sequence[Any], forward: Program, backward: Progra
                     each.timer.runs()
             _call(run, back, inputs)
         for each in (run, back) if back is not None else (run,):
-            each.add_to(found[id(each.program)], as_planned)
+            each.add_to(times[id(each.program)], as_planned)
     for program in (forward, backward) if backward is not None else (forward,):
-        _time_copies(program, found[id(program)])
-    return found
+        _time_copies(program, times[id(program)])
+    return times
 
 
 def _call(run: _Run, back: _Run | None, inputs: Sequence[Any]) -> None:

@@ -22,7 +22,7 @@ from thunder_cg.analysis.advice import NUMBER_OF_DYNAMO
 from thunder_cg.analysis.sources import called_from, user_frames
 from thunder_cg.compat.dynamo_records import Recompilation, RecompileLimit
 from thunder_cg.compat.thunder import CACHE_OPTIONS, is_ours, owns_regions
-from thunder_cg.errors import NotCompiledError, OptionError
+from thunder_cg.errors import NotCompiledError, OptionError, SkipReason
 from thunder_cg.report.breaks import GraphBreak, breaks_without_graph, graph_breaks, recompilations
 from thunder_cg.report.units import count
 from thunder_cg.runtime.compilation import compile_failures, name_of
@@ -58,6 +58,7 @@ class Outside:
             is an operator of the trace around it: see `dynamo/pieces.py`.
         source: the text of that line.
         apart: why what Inductor made of it is no operator of the trace around it; "" if it is one.
+        fix: what would have Thunder trace it; "" if that is not known.
     """
 
     function: str
@@ -68,6 +69,7 @@ class Outside:
     cost: str
     source: str | None = None
     apart: str = ""
+    fix: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,13 +233,13 @@ def outside_of(label: str, graph: Any) -> Iterator[Outside]:
         nodes |= {name: (joined, "", "") for name, joined in node.meta.get(JOINED, {}).items()}
     alike, of_transforms = Counter[Outside](), list[Outside]()
     for said in dict.fromkeys(map(_reason, graph.split_reasons or ())):
-        name, operator, reason = understood(said)
+        name, operator, problem = understood(said.problem)
         seen, cost, apart = nodes.get(name, (None, "", ""))
         if seen is not None:
             frames = user_frames(seen.stack)
             source = frames[-1].text if frames else None
             called = seen.operator or operator, called_from(frames)
-            one = Outside(label, *called, reason, 1, cost, source, apart)
+            one = Outside(label, *called, problem, 1, cost, source, apart, said.fix)
             if seen.is_users:
                 alike[one] += 1
             else:
@@ -249,18 +251,19 @@ def outside_of(label: str, graph: Any) -> Iterator[Outside]:
     yield from (replace(each, count=times) for each, times in alike.items())
 
 
-def _reason(split: Any) -> str:
-    """Why Thunder gave an operator away, with what was raised where it was tried."""
-    said = _UNKNOWN.sub(f"is unknown to Thunder; {_OWN_OPERATOR}", str(split.info).replace(", see exception field", ""))
+def _reason(split: Any) -> SkipReason:
+    """Why Thunder gave an operator away, with what was raised where it was tried. Thunder keeps a string."""
+    problem, _, fix = str(split.info).replace(", see exception field", "").partition("; ")
+    if (unknown := _UNKNOWN.sub("is unknown to Thunder", problem)) != problem:
+        problem, fix = unknown, _OWN_OPERATOR
     raised = str(split.exception or "").strip().partition("\n")[0]
-    if (refused := _REFUSED.match(said)) is not None:
+    if (refused := _REFUSED.match(problem)) is not None:
         if any(each in raised for each in ("SymFloat", "SymBool", "SymInt")):
-            return f"{refused[1]} {NUMBER_OF_DYNAMO}"
+            return SkipReason(f"{refused[1]} {NUMBER_OF_DYNAMO.problem}", NUMBER_OF_DYNAMO.fix)
         if "VJP for" in raised or "gradient transform" in raised:
-            return f"{refused[1]} has no gradient in Thunder; {_OWN_OPERATOR}"
-        said = f"{refused[1]} has arguments that Thunder refuses; {_OWN_OPERATOR}"
-    said, semicolon, fix = said.partition(";")
-    return f"{said}: {raised}{semicolon}{fix}" if raised else f"{said}{semicolon}{fix}"
+            return SkipReason(f"{refused[1]} has no gradient in Thunder", _OWN_OPERATOR)
+        problem, fix = f"{refused[1]} has arguments that Thunder refuses", _OWN_OPERATOR
+    return SkipReason(f"{problem}: {raised}" if raised else problem, fix)
 
 
 _UNKNOWN = re.compile(r"didn't have any mapping in thunder\.?$")

@@ -71,6 +71,7 @@ class RegionReport:
     # Why it runs eagerly: it could not be captured; its graph did not do what its ops do, if it is quarantined; it does
     # not pay, if it is deselected. None if it is captured.
     failure: str | None
+    fix: str = ""  # what would change that; "" if the next call may do better
     quarantined: bool = False
     deselected: bool = False  # whether the failure is that it does not pay, and `select="measured"` leaves it eager
     verified: int = 0  # how many replays were compared with an eager run, which is `verify=`
@@ -311,11 +312,11 @@ def _trace(located: Located, times: Times) -> TraceReport:
         remark="; ".join(filter(None, [program.counts.remark, later])) or None,
         fallbacks=dict(program.counts.fallbacks),
         arena_bytes=sum(arena.nbytes() for arena in program.pair.arenas()),
-        collectives=collectives(program),
-        crossings=crossings(program),
+        collectives=(*collectives(program),),
+        crossings=(*crossings(program),),
         fixes={reason: fix for reason, fix in program.fixes.items() if reason in program.counts.fallbacks},
         awaiting_capture=program.awaiting_capture if located.successor is None else 0,
-        inputs=inputs(program) if program.kind == "forward" else (),
+        inputs=(*inputs(program),) if program.kind == "forward" else (),
         training=program.compilation.training,
         grad=program.compilation.grad,
         autocast=program.compilation.autocast,
@@ -361,7 +362,8 @@ def _region(program: Program, region: RuntimeRegion, times: Times) -> RegionRepo
         device=region.planned.device,
         ops=len(region.planned.ops),
         split=region.planned.split,
-        failure=region.failure,
+        failure=region.failure and region.failure.problem,
+        fix=region.failure.fix if region.failure else "",
         quarantined=region.disagreement is not None,
         deselected=region.is_deselected,
         remark=region.remark,
@@ -378,5 +380,5 @@ def _split(program: Program, region: RuntimeRegion, times: Times) -> float | Non
     steps = program.plan.steps
     at = next(i for i, step in enumerate(steps) if step is region.planned)
     between = takewhile(lambda step: not isinstance(step, Region), steps[at + 1 :])
-    found = [times.ops[index] for step in between for index in step.ops if index in times.ops]
-    return sum(found) if found else None
+    times_between = [times.ops[index] for step in between for index in step.ops if index in times.ops]
+    return sum(times_between) if times_between else None

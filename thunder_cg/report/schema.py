@@ -42,10 +42,10 @@ def loads(record: type[R], content: str, name: str) -> R:
         ValueError: the file has something else, or a later version.
     """
     try:
-        found = json.loads(content)
-        if found["format"] != FORMAT or found["version"] > VERSION:
-            raise ValueError(f"format {found['format']!r}, version {found['version']}")
-        return _read(record, found)
+        parsed = json.loads(content)
+        if parsed["format"] != FORMAT or parsed["version"] > VERSION:
+            raise ValueError(f"format {parsed['format']!r}, version {parsed['version']}")
+        return _read(record, parsed)
     except (ValueError, KeyError, TypeError) as error:
         expected = f"a {FORMAT} of version {VERSION}, which report.save('....json') writes"
         raise ValueError(f"{name} is not {expected} ({error!r})") from None
@@ -129,7 +129,7 @@ def _comments(record: type) -> dict[str, str]:
     lines = source.splitlines()
     (definition,) = ast.parse(source).body
     assert isinstance(definition, ast.ClassDef)
-    found = {}
+    comments = {}
     for node in definition.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             above = node.lineno - 1
@@ -137,5 +137,5 @@ def _comments(record: type) -> dict[str, str]:
                 above -= 1
             assert node.end_lineno is not None
             said = [*lines[above : node.lineno - 1], lines[node.end_lineno - 1][node.end_col_offset :]]
-            found[node.target.id] = " ".join(line.strip().removeprefix("#").strip() for line in said).strip()
-    return found
+            comments[node.target.id] = " ".join(line.strip().removeprefix("#").strip() for line in said).strip()
+    return comments

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from thunder_cg.compat.distributed import ProcessGroup
+from thunder_cg.errors import SkipReason
 from thunder_cg.report import html, markdown, text
 from thunder_cg.report.collectives import name_of
 from thunder_cg.report.files import FunctionReport
@@ -17,7 +18,8 @@ from thunder_cg.report.units import count, grouped
 from thunder_cg.step import GraphedStep
 from thunder_cg.step.calls import StepCollective
 
-_VALUES = re.compile(r"(?<= changed) from .*? to .*?(?= \(see |, in the step|, in each step|, between calls|;|$)")
+_ONCE, _IN_EACH = ", in the step", ", in each step"
+_VALUES = re.compile(r"(?<= changed) from .*? to .*?(?= \(see |, in the step|, in each step|, between calls|$)")
 _SEE = re.compile(r" \(see [^()]*\)")
 
 
@@ -43,7 +45,7 @@ class StepReport(FunctionReport):
 
     @classmethod
     def of(cls, step: GraphedStep) -> StepReport:
-        in_python = dict(_merged(step.in_python, step.fixes).most_common())
+        in_python = dict(_merged(step.skipped, step.if_repeated).most_common())
         nodes = tuple(recording.graph.counts() for recording in step.recordings)
         counts = step.calls, step.replays, step.captures
         said = tuple(tuple(_collectives(recording.communicates)) for recording in step.recordings)
@@ -111,27 +113,28 @@ def _parts(reason: str) -> Iterator[str]:
     yield from (problem, *(each.strip(" ()") for each in asides), *fix)
 
 
-def _merged(reasons: Mapping[str, int], fixes: Mapping[str, str]) -> Counter[str]:
+def _merged(reasons: Mapping[SkipReason, int], if_repeated: Mapping[SkipReason, str]) -> Counter[str]:
     """What is about one thing that changes as one reason, with the first values, and the most that is said of it.
 
     Of "n changed from 1 to 2, in the step" and "n changed from 2 to 3, in each step; make it a tensor" it makes
     "n changed from 1 to 2 and later to others, in each step; make it a tensor".
     """
-    alike: dict[tuple[str, bool], list[str]] = {}
-    for reason in (each for each, number in reasons.items() if number):
-        about, *change = _VALUES.split(reason.replace(", in each step", ", in the step"), maxsplit=1)
-        about = about.partition(", in the step")[0]
-        alike.setdefault((about, ", between calls" in str(change)), []).append(reason)
-    merged: Counter[str] = Counter()
-    for first, *others in alike.values():
-        said = first
-        if others and (values := _VALUES.search(first)) is not None:
-            whole = [each + fixes.get(each, "") for each in (first, *others)]
-            said = max((_VALUES.sub("", each, count=1) for each in whole), key=len)
-            if any(", in each step" in each for each in others):
-                said = said.replace(", in the step", ", in each step", 1)
-            said = said.replace(" changed", f" changed{values[0]} and later to others", 1)
-        elif others:
-            said = next((each for each in (first, *others) if ", in each step" in each), first)
-        merged[said] = sum(reasons[each] for each in (first, *others))
-    return merged
+    alike: dict[str, list[SkipReason]] = {}
+    for reason in reasons:
+        about = _VALUES.sub("", _SEE.sub("", reason.problem)).replace(_IN_EACH, _ONCE)
+        alike.setdefault(about.partition(_ONCE)[0], []).append(reason)
+    of_each = (Counter({_as_one(same, if_repeated): sum(map(reasons.__getitem__, same))}) for same in alike.values())
+    return sum(of_each, Counter[str]())
+
+
+def _as_one(same: Sequence[SkipReason], if_repeated: Mapping[SkipReason, str]) -> str:
+    first, *others = same
+    if not others:
+        return str(first)
+    said = (SkipReason(_VALUES.sub("", each.problem), each.fix or if_repeated.get(each, "")) for each in same)
+    problem, fix = max(said, key=lambda each: len(str(each)))
+    if any(_IN_EACH in each.problem for each in others):
+        problem = problem.replace(_ONCE, _IN_EACH, 1)
+    if (values := _VALUES.search(first.problem)) is not None:
+        problem = problem.replace(" changed", f" changed{values[0]} and later to others", 1)
+    return str(SkipReason(problem, fix))

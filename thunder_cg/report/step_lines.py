@@ -22,12 +22,12 @@ PRINTS = "print()"
 def unreplayed(function: Callable[..., Any]) -> Mapping[str, tuple[str, ...]]:
     """What the function's own lines do that no replay does, by place: ``{"train.py:18": ("next()",)}``."""
     function = inspect.unwrap(function)
-    code, found = getattr(function, "__code__", None), dict[str, dict[str, None]]()
+    code, places = getattr(function, "__code__", None), dict[str, dict[str, None]]()
     if code is None:
         return {}
     for line, what in _calls(code, function.__globals__):
-        found.setdefault(f"{os.path.basename(code.co_filename)}:{line}", {})[what] = None
-    return {place: (*what,) for place, what in found.items()}
+        places.setdefault(f"{os.path.basename(code.co_filename)}:{line}", {})[what] = None
+    return {place: (*what,) for place, what in places.items()}
 
 
 def _calls(code: Any, variables: Mapping[str, Any]) -> Iterator[tuple[int, str]]:

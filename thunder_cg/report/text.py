@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from thunder_cg.errors import SkipReason
 from thunder_cg.report import opening
 from thunder_cg.report.units import count, grouped, size
 
@@ -142,7 +143,7 @@ def notes(region: RegionReport) -> Iterator[str]:
     if region.failure:
         why = "as verify= found its graph wrong" if region.quarantined else "as it could not be captured"
         why = 'as select="measured" found that it does not pay' if region.deselected else why
-        yield f"runs eagerly, {why}: {region.failure}"
+        yield f"runs eagerly, {why}: {SkipReason(region.failure, region.fix)}"
     if region.remark:
         yield f"in verification: {region.remark}"
 

@@ -16,9 +16,9 @@ from thunder_cg.analysis.segments import LEAST_SEGMENT
 from thunder_cg.compat import distributed
 from thunder_cg.compat.autograd import drop_failed_backwards
 from thunder_cg.compat.tensors import are_held_unseen, storage_id, storage_use_count
+from thunder_cg.errors import SkipReason
 from thunder_cg.runtime.backend import Backend, Pool
 from thunder_cg.runtime.lent import Lent, pairs_of_leaves
-from thunder_cg.runtime.skip_reasons import SkipReason
 
 _FITS = 2 * LEAST_SEGMENT  # bytes: an arena that is so much too large is not much too large
 _GLOO = 0.1  # seconds for its thread to let go of gradients that the program has reduced itself

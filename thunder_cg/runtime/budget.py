@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from thunder_cg.errors import SkipReason
 from thunder_cg.runtime.arena import Arenas
 from thunder_cg.runtime.call import Call
 from thunder_cg.runtime.pair import Pair
 from thunder_cg.runtime.region import RuntimeRegion
-from thunder_cg.runtime.skip_reasons import SkipReason
 
 _FIRST_PAUSE = 16  # calls that run eagerly once one has found no room; the next time twice as many, and so on
 _LONGEST_PAUSE = 1024

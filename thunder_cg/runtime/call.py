@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from thunder_cg.errors import SkipReason
 from thunder_cg.runtime.arena import Arena
 from thunder_cg.runtime.lent import Lent
 from thunder_cg.runtime.ranks.agreement import Round
 from thunder_cg.runtime.recording import Recording, TraceRecording
-from thunder_cg.runtime.skip_reasons import SkipReason
 
 if TYPE_CHECKING:
     from thunder_cg.runtime.program import Program

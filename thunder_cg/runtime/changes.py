@@ -251,11 +251,11 @@ def of_layouts(changes: Changes, earlier: Sequence[Layouts], new: Layouts) -> Ca
         return None
     settings, layouts = new
     nearest = min(reversed(earlier), key=lambda each: differing(layouts, each[1]))
-    found = None
+    change = None
     for kind in dict.fromkeys(_PARTS):
         before, after = ({n: _part(kind, each[n]) for n in layouts} for each in (nearest[1], layouts))
-        found = found or changes.add_between(kind, before, after)
-    return found or changes.add_between("settings", nearest[0], settings)
+        change = change or changes.add_between(kind, before, after)
+    return change or changes.add_between("settings", nearest[0], settings)
 
 
 def _part(kind: str, layout: Layout) -> Any:

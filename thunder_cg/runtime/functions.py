@@ -158,8 +158,8 @@ def _build(
 def _last_used(body: Sequence[_Lines], results: Sequence[str]) -> list[list[str]]:
     """For each of the lines, the variables that nothing after them needs."""
     needed = set(results)
-    found: list[list[str]] = []
+    names_of_line: list[list[str]] = []
     for lines in reversed(body):
-        found.append([name for name in dict.fromkeys(lines.variables) if name not in needed])
+        names_of_line.append([name for name in dict.fromkeys(lines.variables) if name not in needed])
         needed.update(lines.variables)
-    return found[::-1]
+    return names_of_line[::-1]

@@ -23,7 +23,7 @@ from thunder_cg.analysis.rules import Reason
 from thunder_cg.analysis.sources import calling_line
 from thunder_cg.analysis.undefined import Routes
 from thunder_cg.compat.autograd import backward_keeps_graph, drop_failed_backwards, in_backward
-from thunder_cg.errors import CaptureError, RanksDiffer
+from thunder_cg.errors import CaptureError, RanksDiffer, SkipReason
 from thunder_cg.options import Options
 from thunder_cg.progress import Stage, is_shown
 from thunder_cg.runtime import skip_reasons
@@ -43,7 +43,6 @@ from thunder_cg.runtime.ranks.same_options import SameOptions
 from thunder_cg.runtime.recording import Recording, RegionGraph, TraceRecording
 from thunder_cg.runtime.region import RuntimeRegion
 from thunder_cg.runtime.selection import Selection
-from thunder_cg.runtime.skip_reasons import SkipReason
 from thunder_cg.runtime.tensors import Layout
 
 if TYPE_CHECKING:

@@ -14,9 +14,10 @@ from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.compat.settings import Settings, kernel_settings, names_of_settings
 from thunder_cg.compat.tensors import has_storage, is_zero_tensor
+from thunder_cg.errors import SkipReason
 from thunder_cg.runtime.guards import OverlapGuard
 from thunder_cg.runtime.region import RuntimeRegion
-from thunder_cg.runtime.skip_reasons import WRITTEN_LEAF, SkipReason
+from thunder_cg.runtime.skip_reasons import WRITTEN_LEAF
 from thunder_cg.runtime.tensors import Layout, is_leaf_with_grad, is_plain, layout
 
 _MAX_MOVES = 3  # how often a parameter may move before it is copied like any other input

@@ -18,7 +18,7 @@ from thunder_cg.analysis.region_io import RegionIO
 from thunder_cg.analysis.sources import users_level
 from thunder_cg.compat.tensors import storage_id, version
 from thunder_cg.compat.torch import IS_PROFILING, profiler_state
-from thunder_cg.errors import CaptureError, CaptureRefused, DisagreementWarning, RanksDiffer, ReplayRefused
+from thunder_cg.errors import CaptureError, CaptureRefused, DisagreementWarning, RanksDiffer, ReplayRefused, SkipReason
 from thunder_cg.runtime import skip_reasons
 from thunder_cg.runtime.backend import sentinels
 from thunder_cg.runtime.call import Call, Mode
@@ -30,7 +30,6 @@ from thunder_cg.runtime.inputs import detached, place, with_buffers
 from thunder_cg.runtime.lent import Lent
 from thunder_cg.runtime.outputs import AliasedInput, Outputs
 from thunder_cg.runtime.recording import RegionGraph
-from thunder_cg.runtime.skip_reasons import SkipReason
 from thunder_cg.runtime.tensors import address_if_any, is_leaf_with_grad, is_plain, is_sparse, overlaps_itself
 
 if TYPE_CHECKING:
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 _MAX_ATTEMPTS = 3  # warm-ups and captures that may fail for a reason that can pass, such as too little memory
 _SAME_CALLS = 'make the same calls on all ranks, or capture all but the collectives with capture_collectives="never"'
 _ZERO_GRAD = "call zero_grad() before one rank calls alone: it held gradients, and so has to capture anew; or "
-_DENY = "deny the operator with deny=[...]"
 
 
 class RuntimeRegion:
@@ -80,9 +78,7 @@ class RuntimeRegion:
         self.not_leaves: list[int] = []  # inputs that PyTorch refuses to write where they are leaves that require grad
         self.aliased_in_pool: list[int] = []  # inputs in the pool that results may be views of
         self.stats = Stats()
-        self.failure: str | None = None  # why its last capture failed
-        self._fix = ""  # what changes that; "" if the next call may do better
-        self._strict_fix = _DENY  # what changes that, as an error of strict=True says it
+        self.failure: SkipReason | None = None  # why its last capture failed; without a fix if the next may do better
         self.is_deselected = False  # whether it does not pay, which `failure` says then
         self.failed_attempts = 0  # warm-ups and captures that failed
         self.stays_eager = False  # whether no later call warms it up or captures it
@@ -105,8 +101,12 @@ class RuntimeRegion:
         if self.is_deselected:
             return skip_reasons.DESELECTED
         if self.disagreement is not None:
-            return SkipReason(f"{self.name} disagrees with its ops", self.disagreement.fix)
-        return SkipReason(f"{self.name} could not be captured: {self.failure}", self._fix)
+            return SkipReason(f"{self.name} disagrees with its ops", self.disagreement.reason.fix)
+        return self._failed("captured")
+
+    def _failed(self, what: str) -> SkipReason:
+        assert self.failure is not None
+        return SkipReason(f"{self.name} could not be {what}: {self.failure.problem}", self.failure.fix)
 
     def run(self, call: Call, *args: Any) -> Sequence[Any]:
         """What the region does in a call, with its inputs: what stands behind its symbol in a forward."""
@@ -169,22 +169,24 @@ class RuntimeRegion:
         results = outcome.results
         if outcome.disagreement is not None:
             self.disagreement, self.stays_eager = outcome.disagreement, True
-            self.failure = f"{outcome.disagreement.problem}; {outcome.disagreement.fix}"
+            self.failure = outcome.disagreement.reason
             call.program.quarantine(call, self.index)
         if results is None:
             results = self._run_eagerly(call, args)
         if (found := outcome.disagreement) is not None:  # last, since a filter may make an error of the warning
             self._raise_if_strict(call)
-            message = f"{self.name} is eager from now on: {found.problem}; {found.fix}"
+            message = f"{self.name} is eager from now on: {found.reason}"
             warnings.warn(message, DisagreementWarning, stacklevel=users_level())
         return results
 
     def _raise_if_strict(self, call: Call) -> None:
         """Raises with ``strict=True``, because the region could not be captured, or was and is quarantined."""
-        if call.program.options.strict and self.disagreement is not None:
-            raise CaptureError(f"{call.program.label}, {self.name}", self.disagreement.problem, self.disagreement.fix)
-        if call.program.options.strict and not self.is_deselected:
-            raise CaptureError(f"{call.program.label}, {self.name}", str(self.failure), self._strict_fix)
+        if call.program.options.strict and (self.disagreement is not None or not self.is_deselected):
+            assert self.failure is not None
+            problem, fix = self.failure
+            raise CaptureError(
+                f"{call.program.label}, {self.name}", problem, fix or "deny the operator with deny=[...]"
+            )
 
     def leave_eager(self, as_graph: float, eagerly: float, *, is_whole: bool) -> None:
         """Has later calls run the ops, because that takes less time.
@@ -196,7 +198,7 @@ class RuntimeRegion:
         self.is_deselected = self.stays_eager = True
         fix = "" if is_whole else "remove what splits its trace, since larger regions pay more, or "
         fix += 'capture it with select="all"'
-        self.failure = f"{as_graph:,.1f} µs as a graph, {eagerly:,.1f} µs eagerly; {fix}"
+        self.failure = SkipReason(f"{as_graph:,.1f} µs as a graph, {eagerly:,.1f} µs eagerly", fix)
 
     # Eager runs and warm-ups
 
@@ -238,7 +240,7 @@ class RuntimeRegion:
         except _NotRun as failed:
             self._fail(call, *failed.args)
         self._raise_if_strict(call)
-        call.program.count_fallback(SkipReason(f"{self.name} could not be warmed up: {self.failure}", self._fix))
+        call.program.count_fallback(self._failed("warmed up"))
         call.switch_to(Mode.EAGER)  # counted as eager when the warm-up began
         return self._run_eagerly(call, args)
 
@@ -425,13 +427,12 @@ class RuntimeRegion:
         self.failed_attempts += 1
         self.stays_eager |= not may_pass or self.failed_attempts >= _MAX_ATTEMPTS
         left = f" (the next call tries again; {_MAX_ATTEMPTS - self.failed_attempts} of {_MAX_ATTEMPTS} tries left)"
-        self.failure = text + ("" if self.stays_eager else left)
         denied = f"[{op.deny_name!r}]" if op is not None else "[...]"
-        fix, self._strict_fix = f"deny={denied} leaves the operator eager and the rest captured", _DENY
+        fix = f"deny={denied} leaves the operator eager and the rest captured"
         if isinstance(error, RanksDiffer):
             is_alone = error.no_answer and call.program.pair.has_moved_gradients
-            fix = self._strict_fix = _ZERO_GRAD * is_alone + _SAME_CALLS
-        self._fix = fix if self.stays_eager else ""
+            fix = _ZERO_GRAD * is_alone + _SAME_CALLS
+        self.failure = SkipReason(text, fix) if self.stays_eager else SkipReason(text + left)
         return text
 
     def _name_failing_op(self, call: Call, error: Exception) -> None:

@@ -101,7 +101,7 @@ class Selection:
             has_dispatch: whether the forward is of a module, which may have fast paths.
         """
         goes_around = has_dispatch and self._is_one_region
-        found = []
+        losing = []
         with self._lock:
             for region, replayed in self._graph.items():
                 if region not in self._eager or region.stays_eager:
@@ -112,10 +112,10 @@ class Selection:
                 as_graph = graph[0] - graph[1] if goes_around else max(graph)
                 if as_graph >= _MARGIN * max(eager):
                     region.leave_eager(max(as_graph, 0.0), max(eager), is_whole=self._is_one_region)
-                    found.append(region)
+                    losing.append(region)
             self._replays = 0
             self._graph.clear()
-        return found
+        return losing
 
 
 class _Times:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 from thunder_cg.compat.settings import (
     dispatch_mode_count,
@@ -15,22 +14,8 @@ from thunder_cg.compat.settings import (
     only_device_modes,
     saved_tensors_hooks,
 )
+from thunder_cg.errors import SkipReason
 from thunder_cg.runtime.backend import Backend
-
-
-class SkipReason(NamedTuple):
-    """Why a call, or a region of it, runs eagerly.
-
-    Attributes:
-        fix: what changes that, where the caller can; "" if it needs no change, or nothing changes it.
-    """
-
-    problem: str
-    fix: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.problem}; {self.fix}" if self.fix else self.problem
-
 
 WATCHED = SkipReason(
     "a torch dispatch or function mode is active, which has to see each operator, and a replay shows it none",

@@ -334,7 +334,7 @@ class _Tape(_Reuse):
         if tensor.layout is not torch.strided:
             raise CaptureRefused(f"a tensor with the layout {tensor.layout}, which has no address, in a graph")
         if tensor.is_nested:
-            raise CaptureRefused("a nested tensor without strides in a graph; make it with layout=torch.jagged")
+            raise CaptureRefused("a nested tensor without strides in a graph", "make it with layout=torch.jagged")
 
     def undo(self) -> None:
         """A capture executes nothing: restores the memory that recorded calls wrote and did not allocate."""

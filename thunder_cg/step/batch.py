@@ -61,7 +61,7 @@ class Batch:
             if tensor.device.type != device_type:
                 name = _name(tensor, leaves, structure)
                 problem = f"{name} is on {tensor.device}, and the step's graph on {device_type}"
-                raise CaptureRefused(f"{problem}; move the batch to the device before the call")
+                raise CaptureRefused(problem, "move the batch to the device before the call")
             has_memory = has_storage(tensor) and not is_zero_tensor(tensor)
             has_gradient = tensor.requires_grad or tensor.grad is not None
             if type(tensor) is not Tensor or has_gradient or tensor.is_nested or not has_memory or tensor.has_names():
@@ -70,15 +70,15 @@ class Batch:
                 kind = "nested tensor" if tensor.is_nested else "named tensor" if tensor.has_names() else kind
                 fix = "pass it detached, or have the step read it from outside"
                 name = _name(tensor, leaves, structure)
-                raise CaptureRefused(f"{name} is a {kind}, not a plain tensor of a batch; {fix}")
+                raise CaptureRefused(f"{name} is a {kind}, not a plain tensor of a batch", fix)
             if attributes := vars(tensor):
                 problem = f"{_name(tensor, leaves, structure)} has the attribute {next(iter(attributes))}"
                 fix = "pass its value as an argument, and the tensor as x.detach()"
-                raise CaptureRefused(f"{problem}, which a graph would have baked in; {fix}")
+                raise CaptureRefused(f"{problem}, which a graph would have baked in", fix)
         for leaf in leaves:
             if not isinstance(leaf, (Tensor, *ATOMS)):
                 name = _name(leaf, leaves, structure)
-                raise CaptureRefused(f"{name} is a {type(leaf).__name__}; {fix_of_argument(leaf)}")
+                raise CaptureRefused(f"{name} is a {type(leaf).__name__}", fix_of_argument(leaf))
         constants = tuple(_TENSOR if isinstance(leaf, Tensor) else _fact_of(leaf) for leaf in leaves)
         return cls(tensors, same_tensors(tensors), constants, structure, leaves, containers)
 
@@ -102,12 +102,12 @@ class Batch:
         for tensor, before in zip(passed, places):
             if tensor.requires_grad or vars(tensor) or place_of(tensor) != before:
                 fix = "take another tensor of its content, as in x = x.detach().requires_grad_()"
-                raise CaptureRefused(f"the step changes {_name(tensor, leaves, self.structure)}; {fix}")
+                raise CaptureRefused(f"the step changes {_name(tensor, leaves, self.structure)}", fix)
         if tree is not None:
             left, tree = tree_flatten((args, kwargs), is_size)
             if Structure(tree, facts_of) != self.structure or not all(map(is_, left, leaves)):
                 fix = "copy it first, as in batch = dict(batch)"
-                raise CaptureRefused(f"the step changes a dictionary or a list among its arguments; {fix}")
+                raise CaptureRefused("the step changes a dictionary or a list among its arguments", fix)
         return result, (args, kwargs)
 
 
@@ -126,8 +126,7 @@ def _flattened(arguments: Any) -> tuple[list[Any], Any, dict[int, Any]]:
     def is_leaf(node: Any) -> bool:
         if not isinstance(node, _WITHOUT_IDENTITY):
             if id(node) in seen:
-                problem = f"a {type(node).__name__} is twice among the arguments"
-                raise CaptureRefused(f"{problem}; {COPY_CONTAINER}")
+                raise CaptureRefused(f"a {type(node).__name__} is twice among the arguments", COPY_CONTAINER)
             seen[id(node)] = node
         return is_size(node)
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dis
 import types
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ ADDED_TO = "+="  # in the place of an attribute: the code only adds to what the 
 _ADDS = {"+=", "-=", "+", "-", "INPLACE_ADD", "INPLACE_SUBTRACT", "BINARY_ADD", "BINARY_SUBTRACT"}
 GROWS = {"append", "extend"}
 _LOOKUPS = {"LOAD_ATTR", "LOAD_METHOD"}
+_ATTRIBUTES = {*_LOOKUPS, "STORE_ATTR"}
 _ITEM = ["LOAD_CONST", "BINARY_SUBSCR"]
 _COPIES = {"COPY", "DUP_TOP", "DUP_TOP_TWO"}
 _NEUTRAL = {"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", *_COPIES}  # what was loaded last stays on top of the stack
@@ -47,6 +47,9 @@ class Chain:
     name: str
     attributes: tuple[Any, ...] = ()  # names, or an `Item`
 
+    def attribute(self, name: Any) -> Chain:
+        return replace(self, attributes=(*self.attributes, name))
+
 
 @cache
 def chains(code: types.CodeType) -> Mapping[Chain, int]:
@@ -56,54 +59,56 @@ def chains(code: types.CodeType) -> Mapping[Chain, int]:
     Of ``cfg = self.cfg; return cfg.scale * a.b`` it is ``self.cfg``, ``self.cfg.scale`` and the attribute ``b`` of the
     global ``a``; of ``from a.b import c`` the attribute ``c`` of the module ``a.b``.
     """
-    found: dict[Chain, list[int]] = {}
+    lines: dict[Chain, list[int]] = {}
+    for chain, line in _own_chains(code):
+        lines.setdefault(chain, []).append(line)
+    for chain, line in _chains_of_inner(code):
+        lines.setdefault(chain, [line])
     stores = {line for name, _, line, _ in instructions(code) if name in _STORES}
+    return {chain: next((line for line in each if line in stores), each[0]) for chain, each in lines.items()}
+
+
+def _own_chains(code: types.CodeType) -> Iterator[tuple[Chain, int]]:
+    """The chains of a code without the functions in it, each time with the line of the last name."""
     aliases: dict[str, Chain | None] = {}  # variables of the function that stand for a chain; None: for several
-    current: Chain | None = None
-    current_line = code.co_firstlineno
+    chain: Chain | None = None  # what the last instructions have named
     imported: Chain | None = None  # what the names after IMPORT_FROM are attributes of
-    is_dotted = False
-    arguments: deque[Any] = deque([0, None], maxlen=2)  # of the last two instructions
-
-    def end() -> None:
-        if current is not None:
-            found.setdefault(current, []).append(current_line)
-
-    for name, value, line, _ in instructions(code):
-        level, names = arguments
-        arguments.append(value)
-        if name in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR") and current is not None:
-            current, current_line = Chain(current.scope, current.name, (*current.attributes, value)), line
+    line, is_dotted, each_of = code.co_firstlineno, False, [*instructions(code)]
+    for i, (name, value, now, _) in enumerate(each_of):
+        if name in _ATTRIBUTES and chain is not None:
+            chain, line = chain.attribute(value), now
             if name != "STORE_ATTR":
                 continue
-        names_module = current is not None and current.scope == "import" and not current.attributes
-        if not (names_module and name in ("IMPORT_FROM", "STORE_FAST")):
-            end()  # a name for a whole module reads nothing of it
-        if name == "STORE_FAST" and current is not None:
-            aliases[value] = None if value in aliases else current
-        elif name == "STORE_FAST":
-            aliases[value] = None
+        names_module = chain is not None and chain.scope == "import" and not chain.attributes
+        if chain is not None and not (names_module and name in ("IMPORT_FROM", "STORE_FAST")):
+            yield chain, line  # a name for a whole module reads nothing of it
+        if name == "STORE_FAST":
+            aliases[value] = None if value in aliases else chain
+        line = now
         if name == "IMPORT_NAME":
-            current = imported = Chain("import", "." * level + value if names else value.partition(".")[0])
+            level, names = (each.value for each in each_of[i - 2 : i])
+            chain = imported = Chain("import", "." * level + value if names else value.partition(".")[0])
             is_dotted = not names
         elif name == "IMPORT_FROM" and imported is not None:
-            current = Chain("import", imported.name, (*imported.attributes, value))
-            imported = current if is_dotted else imported  # of ``import a.b as c``
+            chain = imported.attribute(value)
+            imported = chain if is_dotted else imported  # of ``import a.b as c``
         else:
-            current = _begun(name, value, aliases)
-        current_line = line
-        if name in ("STORE_GLOBAL", "STORE_DEREF"):
-            end()
-            current = None
-    end()
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            for chain, line in chains(constant).items():
-                if chain.scope in ("global", "import") or (chain.scope == "cell" and chain.name in code.co_freevars):
-                    found.setdefault(chain, [line])
-                elif chain.scope == "cell" and chain.name in code.co_varnames[:1]:
-                    found.setdefault(Chain("local", chain.name, chain.attributes), [line])
-    return {chain: next((line for line in lines if line in stores), lines[0]) for chain, lines in found.items()}
+            chain = _begun(name, value, aliases)
+        if chain is not None and name in ("STORE_GLOBAL", "STORE_DEREF"):
+            yield chain, line
+            chain = None
+    if chain is not None:
+        yield chain, line
+
+
+def _chains_of_inner(code: types.CodeType) -> Iterator[tuple[Chain, int]]:
+    """The chains of functions in a code that begin outside of that, or with its first argument."""
+    for inner in code.co_consts:
+        for chain, line in chains(inner).items() if isinstance(inner, types.CodeType) else ():
+            if chain.scope in ("global", "import") or (chain.scope == "cell" and chain.name in code.co_freevars):
+                yield chain, line
+            elif chain.scope == "cell" and chain.name in code.co_varnames[:1]:
+                yield replace(chain, scope="local"), line
 
 
 def _begun(name: str, value: Any, aliases: dict[str, Chain | None]) -> Chain | None:
@@ -120,15 +125,15 @@ def _begun(name: str, value: Any, aliases: dict[str, Chain | None]) -> Chain | N
 @cache
 def growing(code: types.CodeType) -> Set[int]:
     """Where the code looks an attribute up, or stores it, only to add to it: see Note [What only grows]."""
-    found: set[int] = set()
+    offsets: set[int] = set()
     each_of = [*instructions(code)]
     for before, each in pairwise(each_of):
         if each.value == ADDED_TO and before.name == "LOAD_ATTR" and not isinstance(before.value, Item):
             rest = each_of[each_of.index(before) :]
-            found.update([before.offset, next(x.offset for x in rest if x.name == "STORE_ATTR")])
+            offsets.update([before.offset, next(x.offset for x in rest if x.name == "STORE_ATTR")])
         elif each.name in _LOOKUPS and each.value in GROWS and before.name == "LOAD_ATTR":
-            found.add(before.offset)
-    return found
+            offsets.add(before.offset)
+    return offsets
 
 
 @cache
@@ -151,11 +156,11 @@ def instructions(code: types.CodeType) -> Iterator[_Instruction]:
 
     Those that only append or add to something are lookups of an `Item` or `ADDED_TO`: see Note [What only grows].
     """
-    found, copied = _decoded(code)
+    listing, copied = _decoded(code)
     i = 0
-    while i < len(found):
-        rewritten = (rewrite(found, i, copied) for rewrite in _REWRITES.get(found[i].name, ()))
-        new, i = next(filter(None, rewritten), ([found[i]], i + 1))
+    while i < len(listing):
+        rewritten = (rewrite(listing, i, copied) for rewrite in _REWRITES.get(listing[i].name, ()))
+        new, i = next(filter(None, rewritten), ([listing[i]], i + 1))
         yield from new
 
 
@@ -165,79 +170,79 @@ def _decoded(code: types.CodeType) -> tuple[list[_Instruction], set[int]]:
     Python 3.13 has one instruction for two variables, which are two here.
     """
     starts, line = dict(dis.findlinestarts(code)), code.co_firstlineno
-    found: list[_Instruction] = []
+    listing: list[_Instruction] = []
     copied: set[int] = set()
     before = ""
     for each in dis.get_instructions(code):
         line = starts.get(each.offset) or line
         names = _OF_TWO.get(each.opname)
         if before in _COPIES:
-            copied.add(len(found))
-            if found and found[-1].name == "INPLACE_ADD":  # the sum is read, too, as i is in ``x.n = i = x.n + 1``
-                found[-1] = found[-1]._replace(name=before)
+            copied.add(len(listing))
+            if listing and listing[-1].name == "INPLACE_ADD":  # the sum is read, too, as i is in ``x.n = i = x.n + 1``
+                listing[-1] = listing[-1]._replace(name=before)
         before = each.opname if each.opname not in ("CACHE", "EXTENDED_ARG") else before
         for name, value in ((each.opname, each.argval),) if names is None else zip(names, each.argval):
             if name not in _NEUTRAL:
                 name = "INPLACE_ADD" if not _ADDS.isdisjoint((name, each.argrepr)) else name
-                found.append(_Instruction(name, value, line, each.offset))
-    return found, copied
+                listing.append(_Instruction(name, value, line, each.offset))
+    return listing, copied
 
 
 _Rewritten = tuple[list[_Instruction], int] | None  # what stands for some instructions, and where the next ones begin
 
 
-def _names(found: list[_Instruction]) -> list[str]:
-    return [each.name for each in found]
+def _names(listing: list[_Instruction]) -> list[str]:
+    return [each.name for each in listing]
 
 
 def _is_lookup(instruction: _Instruction, names: Set[str]) -> bool:
     return instruction.name in _LOOKUPS and instruction.value in names
 
 
-def _grown_item(found: list[_Instruction], i: int, _: Set[int]) -> _Rewritten:
+def _grown_item(listing: list[_Instruction], i: int, _: Set[int]) -> _Rewritten:
     """``["loss"].append``."""
-    if _names(found[i : i + 2]) != _ITEM or not _is_lookup(found[i + 2], GROWS):
+    if _names(listing[i : i + 2]) != _ITEM or not _is_lookup(listing[i + 2], GROWS):
         return None
-    return [found[i]._replace(name="LOAD_ATTR", value=Item(found[i].value))], i + 2
+    return [listing[i]._replace(name="LOAD_ATTR", value=Item(listing[i].value))], i + 2
 
 
-def _made_list(found: list[_Instruction], i: int, _: Set[int]) -> _Rewritten:
+def _made_list(listing: list[_Instruction], i: int, _: Set[int]) -> _Rewritten:
     """``.setdefault("loss", []).append``."""
-    if not _is_lookup(found[i], {"setdefault"}) or _names(found[i + 1 : i + 3]) != ["LOAD_CONST", "BUILD_LIST"]:
+    if not _is_lookup(listing[i], {"setdefault"}) or _names(listing[i + 1 : i + 3]) != ["LOAD_CONST", "BUILD_LIST"]:
         return None
-    key, items, call, grows = found[i + 1 : i + 5]
+    key, items, call, grows = listing[i + 1 : i + 5]
     if items.value or not call.name.startswith("CALL") or not _is_lookup(grows, GROWS):
         return None
-    return [found[i]._replace(name="LOAD_ATTR", value=Item(key.value, "setdefault"))], i + 4
+    return [listing[i]._replace(name="LOAD_ATTR", value=Item(key.value, "setdefault"))], i + 4
 
 
-def _added_to_variable(found: list[_Instruction], i: int, _: Set[int]) -> _Rewritten:
+def _added_to_variable(listing: list[_Instruction], i: int, _: Set[int]) -> _Rewritten:
     """``n += 1`` or ``n = n + size``."""
-    load, *names = _names(found[i : i + 4])
+    load, *names = _names(listing[i : i + 4])
     if names[1:] not in (["INPLACE_ADD", "STORE_GLOBAL"], ["INPLACE_ADD", "STORE_DEREF"]) or names[0] not in _ONE_VALUE:
         return None
-    if load.removeprefix("LOAD_") != names[2].removeprefix("STORE_") or found[i].value != found[i + 3].value:
+    if load.removeprefix("LOAD_") != names[2].removeprefix("STORE_") or listing[i].value != listing[i + 3].value:
         return None
-    return [found[i], found[i]._replace(name="LOAD_ATTR", value=ADDED_TO), found[i + 1]], i + 4
+    return [listing[i], listing[i]._replace(name="LOAD_ATTR", value=ADDED_TO), listing[i + 1]], i + 4
 
 
-def _added_to(found: list[_Instruction], i: int, copied: Set[int]) -> _Rewritten:
+def _added_to(listing: list[_Instruction], i: int, copied: Set[int]) -> _Rewritten:
     """``.n += 1``; or ``.n + 1`` in ``x.n = x.n + 1``, where the second ``x`` tells nothing more; so with ``["n"]``."""
-    is_item = _names(found[i : i + 2]) == _ITEM
-    if not is_item and found[i].name == "LOAD_CONST":
+    is_item = _names(listing[i : i + 2]) == _ITEM
+    if not is_item and listing[i].name == "LOAD_CONST":
         return None
-    load = found[i]._replace(name="LOAD_ATTR", value=Item(found[i].value)) if is_item else found[i]
+    load = listing[i]._replace(name="LOAD_ATTR", value=Item(listing[i].value)) if is_item else listing[i]
     added = load._replace(value=ADDED_TO)
     at, kind = i + is_item, "STORE_SUBSCR" if is_item else "STORE_ATTR"
-    store = next((n for n in range(at, len(found)) if found[n].name == kind), None)
-    if store is None or not (is_item or found[store].value == load.value):
+    store = next((n for n in range(at, len(listing)) if listing[n].name == kind), None)
+    if store is None or not (is_item or listing[store].value == load.value):
         return None
     if at in copied:  # of what has the attribute, for ``+=``
-        last = next((each for each in reversed(found[at:store]) if not each.name.startswith(("SWAP", "ROT_"))), load)
+        last = next((each for each in reversed(listing[at:store]) if not each.name.startswith(("SWAP", "ROT_"))), load)
         return ([load, added], at + 1) if last.name == "INPLACE_ADD" else None
-    value, add = found[at + 1 : at + 3]
-    again, start = [each[:2] for each in found[at + 3 : store]], 2 * at + 3 - store
-    before = [each[:2] for each in found[max(0, start) : at]]
+    value, add = listing[at + 1 : at + 3]
+    again, start = [each[:2] for each in listing[at + 3 : store]], 2 * at + 3 - store
+    before = [each[:2] for each in listing[max(0, start) : at]]
     if not again or again != before or value.name not in _ONE_VALUE or add.name != "INPLACE_ADD":
         return None
     # A property among the attributes might give two objects, which `_read` sees for items alone.

@@ -59,7 +59,7 @@ from thunder_cg.compat.guards import variables_of
 from thunder_cg.compat.lines import is_pythons
 from thunder_cg.compat.tensors import has_memory, has_storage, tensors_in
 from thunder_cg.compat.torch_compile import code_before_dynamo, is_restored_by_dynamo
-from thunder_cg.errors import CaptureLater, CaptureRefused
+from thunder_cg.errors import CaptureLater, CaptureRefused, SkipReason
 from thunder_cg.runtime.tensors import address_if_any, is_plain
 from thunder_cg.step.attributes import unwatched
 from thunder_cg.step.bytecode import sets_variables
@@ -169,7 +169,7 @@ class Calls:
 
     Attributes:
         found: each function, and what it is bound to, once they were looked for.
-        objection: something that runs and that no replay would do, in words; None if nothing does.
+        objection: something that runs and that no replay would do; None if nothing does.
         groups: that they communicate in, each with its collectives, in order.
         pending: those that nobody has waited for yet, by identity or by where a result is.
         communicated: addresses of tensors that they got, with their names. NCCL's kernels may find them in memory.
@@ -187,7 +187,7 @@ class Calls:
     def __init__(self, device_type: str = "cuda") -> None:
         self._device_type = device_type
         self.found: dict[tuple[int, int], Called] = {}
-        self.objection: str | None = None
+        self.objection: SkipReason | None = None
         self.events: dict[int, tuple[torch.cuda.Event, str]] = {}  # a weak reference to one would dangle (torch 2.11)
         self.looks_up_unseen = False
         self.getters: dict[Callable[[], Any], None] = {}
@@ -226,7 +226,7 @@ class Calls:
         self._arguments = {*map(address_if_any, arguments)} - {0}
         if sys.getprofile() is not None:
             problem = "a profiler of Python is active, and a capture needs to be told what the step calls"
-            raise CaptureLater(f"{problem}; begin to profile after the step has been captured")
+            raise CaptureLater(problem, "begin to profile after the step has been captured")
         self._thread = threading.get_ident()
         sys.setprofile(self._callback)
 
@@ -363,9 +363,9 @@ class Calls:
         ``stops`` the capture before it happens.
         """
         if self.objection is None or not weak:
-            self.objection = f"{problem.format(at=_line(frame, code))}; {fix}"
+            self.objection = SkipReason(problem.format(at=_line(frame, code)), fix)
         if stops:
-            raise CaptureRefused(str(self.objection))
+            raise CaptureRefused(*self.objection)
 
     def _object_to_read(self, frame: types.FrameType, method: str) -> None:
         fix = "return the tensor, and read it outside of the step"
@@ -381,7 +381,7 @@ class Calls:
 
     def _object_to(self, frame: types.FrameType, method: str | None = None) -> None:
         if self.objection is None and (found := uncapturable(frame, method)) is not None:
-            self._object(frame, f"{found[0]}{{at}}", found[1])
+            self._object(frame, f"{found.problem}{{at}}", found.fix)
 
     def told_of_collectives(self, captured_nodes: Callable[[], int]) -> AbstractContextManager[None]:
         """Inside, the collectives of the thread that is watched are noted."""
@@ -409,7 +409,7 @@ class Calls:
             return
         if method == "is_completed":  # never, in a capture
             problem = f"the host asks whether a collective is done{_line(frame)}"
-            raise CaptureRefused(f"{problem}; call wait() of what it returns")
+            raise CaptureRefused(problem, "call wait() of what it returns")
         self._note_wait(id(work))
 
     def _note_collective(self, method: str, frame: types.FrameType, args: tuple[Any, ...]) -> None:

@@ -44,6 +44,7 @@ from thunder_cg.compat.distributed import layout_of_dtensor, local_tensor, makes
 from thunder_cg.compat.guards import dictionary_of, module_dictionaries, names_of
 from thunder_cg.compat.tensors import has_storage, version
 from thunder_cg.compat.torch import OPERATORS
+from thunder_cg.errors import SkipReason
 from thunder_cg.step.attributes import Names, hides_state
 from thunder_cg.step.facts import ATOMS, Content, Facts, Same, fact_of
 from thunder_cg.step.lookups import MISSING, own, own_attributes, slots_of
@@ -67,10 +68,11 @@ _SLOT = types.MemberDescriptorType
 _KNOWN_IN_C = {*CONSTANT_PACKAGES, "builtins", "collections", "datetime", "functools", "operator", "pybind11_builtins"}
 _KNOWN_IN_C |= {"_abc", "_collections", "_ctypes", "_struct", "_thread", "re", "types", "typing", "weakref", "zoneinfo"}
 _NOT_COMPARED = "is not compared before a replay"
-_DEEP = "are compared before a replay; have the step name what it needs, and not pass on all of {}"
+_NAME = "name the attribute"
 _IMPORT = "import those that the step needs"
 _NEXT = "take the next item outside of the step, and pass it as an argument"
 _PASS = "read what the step needs of it outside of the step, and pass that"
+_DEEP = "have the step name what it needs, and not pass on all of {}"
 _SCRIPTED = torch.jit.ScriptModule, torch.ScriptModule, torch.ScriptMethod, torch.ScriptObject
 _OPAQUE = types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.CodeType, type
 
@@ -102,8 +104,8 @@ class Collector:
         self.compiled_kinds: dict[type, None] = {}  # those of them that what is compiled may read
         self.objects: list[Any] = []
         self.in_compiled = False
-        self.objections: list[str] = []  # why no graph would be right
-        self.hooked: list[str] = []  # of hooks and of PyTorch's wrappers, whose Python may be why something changes
+        self.objections: list[SkipReason] = []  # why no graph would be right
+        self.hooked: list[SkipReason] = []  # the same of hooks and wrappers, whose Python may be why something changes
         self._hooks = 0
         self._forwards: set[type] = set()
         self._objects: set[int] = set()  # that have been looked at, since they may refer to each other
@@ -124,18 +126,22 @@ class Collector:
             self._add(label, value, depth, places)
 
     def _add(self, label: str, value: Any, depth: int, places: tuple[Place, ...]) -> None:
-        add = next(add for is_of, add in _KINDS if is_of(value))
+        add, *fix = next(row for is_of, *row in _KINDS if is_of(value))
         if depth >= _MAX_DEPTH and add in _DEEPER and (self._is_compared_whole(value) or _is_users(value)):
             end = label.partition(".")[0].partition("[")[0]
-            self._refuse(label, value, f"is {depth} levels below what the step reads, and fewer {_DEEP.format(end)}")
-        elif isinstance(add, str):
-            self._refuse(label, value, add.format(type(value).__name__))
+            problem = f"is {depth} levels below what the step reads, and fewer are compared before a replay"
+            self._refuse(label, value, problem, _DEEP.format(end))
+        elif fix:
+            self._refuse(label, value, add.format(type(value).__name__), *fix)
         else:
             add(self, label, value, depth, places)
 
-    def _refuse(self, label: str, value: Any, problem: str) -> None:
+    def _refuse(self, label: str, value: Any, problem: str, fix: str) -> None:
         self.facts[label] = Same(value)
-        self.objections.append(f"{label} {problem}")
+        self._object(f"{label} {problem}", fix)
+
+    def _object(self, problem: str, fix: str) -> None:
+        self.objections.append(SkipReason(problem, fix))
 
     def _is_compared_whole(self, value: Any) -> bool:
         """Whether it is a container, or an attribute of an object of its class has been looked up."""
@@ -210,7 +216,7 @@ class Collector:
             results = [*cached.values()]
             if results and value.cache_parameters()["maxsize"] is not None:
                 if value.cache_parameters()["typed"]:
-                    self.objections.append(f"what {label} has cached is not compared before a replay; drop typed=True")
+                    self._object(f"what {label} has cached is not compared before a replay", "drop typed=True")
                     continue
                 results = [_call_by_key(value, key) for key in cached]
             for i, result in enumerate(results):
@@ -238,7 +244,7 @@ class Collector:
         elif depth == 0:
             problem = f"{label} is a tensor of {tensor.nbytes:,} bytes on the CPU, of which a graph has the values"
             limit = f"up to {_MAX_ARRAY:,} are compared before a replay"
-            self.objections.append(f"{problem} baked in, and {limit}; move it to {self._device_type}")
+            self._object(f"{problem} baked in, and {limit}", f"move it to {self._device_type}")
 
     def _add_own_attributes(self, label: str, value: Any, depth: int) -> None:
         """Those that somebody has given to a tensor, a function, or a container of a class of its own."""
@@ -254,10 +260,11 @@ class Collector:
         self.facts[label] = Same(value)
         if (nbytes := getattr(value, "nbytes", 0)) > _MAX_ARRAY:
             problem = f"is an array of {nbytes:,} bytes, and up to {_MAX_ARRAY:,} are compared before a replay"
-            self._refuse(label, value, f"{problem}; make it a tensor before the step")
+            self._refuse(label, value, problem, "make it a tensor before the step")
             return
         if getattr(getattr(value, "dtype", None), "hasobject", False):
-            self._refuse(label, value, "is an array of objects, which are not compared before a replay; make it a list")
+            problem = "is an array of objects, which are not compared before a replay"
+            self._refuse(label, value, problem, "make it a list")
         get = _content_of(value)
         assert get is not None
         self._add_content(label, value, get)
@@ -351,7 +358,7 @@ class Collector:
         self.facts[f"len({label})"] = len(value)
         if len(value) > _MAX_ITEMS:
             problem = f"{label} has {len(value):,} items, and up to {_MAX_ITEMS:,} are compared before a replay"
-            self.objections.append(f"{problem}; read what the step needs of it before the step")
+            self._object(problem, "read what the step needs of it before the step")
             return
         self.holders.append(value)
         self.add_class(label, value, depth)
@@ -365,7 +372,7 @@ class Collector:
                 self.watch.value(partial(getattr, value, "default_factory"))
                 self.add(f"{label}.default_factory", value.default_factory, depth + 1)
             if isinstance(value, OrderedDict):  # which nobody reports if only the order changes
-                self.watch.value(partial(_order_of, value))
+                self.watch.value(lambda: [*map(id, OrderedDict.keys(value))])
             items = plain_copy(value)
             self.facts[f"the order of {label}"] = Content([*map(fact_of, items)])
             for i, (key, item) in enumerate(items.items()):
@@ -409,8 +416,8 @@ class Collector:
             self._watch(buffers, buffers)
             self.watch.names(parameters, modules)
             self.holders += [attributes, parameters, buffers, modules]
-            if (problem := why_not_in_step(module)) is not None:
-                self.hooked.append(f"{where}: {'; '.join(problem)}")
+            if (reason := why_not_in_step(module)) is not None:
+                self.hooked.append(reason._replace(problem=f"{where}: {reason.problem}"))
             self._note_hooks(where, module)
             for names in (parameters, buffers):
                 for name, tensor in names.items():
@@ -465,39 +472,38 @@ class Collector:
                 fix = f"take torch.nn.utils.parametrizations.{type(hook).__module__.rpartition('.')[2]} instead"
             elif isinstance(hook, BasePruningMethod):
                 fix = "take torch.nn.utils.parametrize with a module that multiplies by the mask instead"
-            self.hooked.append(f"{where} has a hook{at}, which runs Python in each step; {fix}")
+            self.hooked.append(SkipReason(f"{where} has a hook{at}, which runs Python in each step", fix))
 
 
 def _is(*kinds: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, kinds)
 
 
-# What a value is, and the method that collects its facts, or why no graph would be right. The first one counts.
-_KINDS: Sequence[tuple[Callable[[Any], bool], Any]] = (
+def _is_graph(value: Any) -> bool:
+    return isinstance(value, Node) and type(value).__name__ != "AccumulateGrad"
+
+
+# What a value is, and the method that collects its facts, or why no graph would be right, with the fix. The first one
+# counts.
+_KINDS: Sequence[tuple[Any, ...]] = (
     (lambda value: type(value) in weakref.ProxyTypes, Collector._add_referent),  # it passes for what it refers to
     (lambda value: value is MISSING or isinstance(value, ATOMS), Collector._add_atom),
     (_is(Tensor), Collector._add_tensor),
-    (lambda value: value is sys.modules, f"leads to all modules, which are not compared before a replay; {_IMPORT}"),
-    (_is(*_SCRIPTED), f"is of TorchScript, whose content {_NOT_COMPARED}; take the Python that it was made of"),
+    (lambda value: value is sys.modules, "leads to all modules, which are not compared before a replay", _IMPORT),
+    (_is(*_SCRIPTED), f"is of TorchScript, whose content {_NOT_COMPARED}", "take the Python that it was made of"),
     (_is(nn.Module, Optimizer), Collector._add_found_root),
     (_is(*CONTAINERS), Collector._add_container),
     (_is(types.ModuleType, type), Collector._add_names),
     (lambda value: isinstance(value, _FUNCTIONS) or _is_bound(value), Collector._add_function),
-    (_is(*_LOCKS), "is a lock, which no replay would take; call what takes it outside of the step"),
-    (_is(_SLOT), f"is a slot, and what objects have there {_NOT_COMPARED}; name the attribute"),
+    (_is(*_LOCKS), "is a lock, which no replay would take", "call what takes it outside of the step"),
+    (_is(_SLOT), f"is a slot, and what objects have there {_NOT_COMPARED}", _NAME),
     (lambda value: _referent_of(value) is not None, Collector._add_referent),
     (lambda value: _content_of(value) is not None, Collector._add_value),
     (lambda value: _is_collection(value), Collector._add_collection),
-    (lambda value: _is_iterator(value), f"is a {{}}, which no replay would advance; {_NEXT}"),
-    (
-        lambda value: _looks_up_gradients(value),
-        f"is an attrgetter of what {_NOT_COMPARED}; name the attribute in the step",
-    ),
-    (
-        lambda value: isinstance(value, Node) and type(value).__name__ != "AccumulateGrad",
-        f"is a node of autograd's graph, whose content {_NOT_COMPARED}; make the graph in the step",
-    ),
-    (lambda value: _is_opaque(value), f"is a {{}}, whose content {_NOT_COMPARED}; {_PASS}"),
+    (lambda value: _is_iterator(value), "is a {}, which no replay would advance", _NEXT),
+    (lambda value: _looks_up_gradients(value), f"is an attrgetter of what {_NOT_COMPARED}", f"{_NAME} in the step"),
+    (_is_graph, f"is a node of autograd's graph, whose content {_NOT_COMPARED}", "make the graph in the step"),
+    (lambda value: _is_opaque(value), f"is a {{}}, whose content {_NOT_COMPARED}", _PASS),
     (lambda value: is_object(value), Collector._add_object),
     (lambda _: True, Collector._add_other),
 )
@@ -663,11 +669,6 @@ def _is_bound(value: Any) -> bool:
     return is_method and not isinstance(value.__self__, (types.ModuleType, type, type(None)))
 
 
-def _is_of_library(value: Any) -> bool:
-    """Whether it is an object of PyTorch's or a context of Python's library: a GradScaler, a `nullcontext`."""
-    return _package_of(type(value)) in ("torch", "contextlib") and own(value, "__dict__") is not MISSING
-
-
 def _package_of(kind: type) -> str:
     return kind.__module__.partition(".")[0]
 
@@ -678,17 +679,14 @@ def _is_users(value: Any) -> bool:
 
 
 def _may_change(value: Any) -> bool:
-    """Whether the attributes of a value are looked at."""
-    return isinstance(value, _NAMESPACES) or may_change(type(value)) or _is_of_library(value)
+    """Whether the attributes of a value are looked at, as those of a GradScaler and a `nullcontext` are, too."""
+    is_of_library = _package_of(type(value)) in ("torch", "contextlib") and own(value, "__dict__") is not MISSING
+    return isinstance(value, _NAMESPACES) or may_change(type(value)) or is_of_library
 
 
 def _items_of(value: Any) -> list[Any]:
     items = value.items() if isinstance(value, Mapping) else enumerate(value)
     return [(fact_of(key), fact_of(item)) for key, item in items]
-
-
-def _order_of(items: OrderedDict[Any, Any]) -> list[int]:
-    return [*map(id, OrderedDict.keys(items))]
 
 
 def _parts_of(tensor: Tensor) -> list[Any]:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from traceback import walk_tb
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +27,14 @@ from thunder_cg.analysis.sources import SourceLine
 from thunder_cg.compat.guards import names_of
 from thunder_cg.compat.lines import line_in_trace
 from thunder_cg.compat.tensors import tensors_in
+from thunder_cg.errors import Skipped, SkipReason
 from thunder_cg.step.bytecode import instructions
 from thunder_cg.step.calls import is_of_package, line_with_code
 from thunder_cg.step.facts import REQUIRES_GRAD, WITH_HISTORY, Atom, Facts, Same, difference, subject
 from thunder_cg.step.packages import is_installed, is_users
+
+if TYPE_CHECKING:
+    from thunder_cg.step.state import StepState
 
 _ONCE = {
     r"the priorities of torch\.nn\.attention\.sdpa_kernel": "PyTorch does at the first attention",
@@ -102,59 +106,61 @@ def change_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> str |
 
 
 def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_step: bool) -> str:
-    """What to do about a fact that changes in each step, or between steps: "; ...". "" if that may be once only.
+    """What to do about a fact that changes in each step, or between steps. "" if that may be once only.
 
     Args:
         facts: of the state. They and ``roots`` name the optimizers.
     """
     label = subject(change).partition(" ")[0]
     named = {name: fact.value for name, fact in facts.items() if isinstance(fact, Same)} | dict(roots)
-    owners = [value for name, value in named.items() if label.startswith(f"{name}.")]
-    optimizer = next((value for value in owners if isinstance(value, Optimizer)), None)
-    if "['lr']" in label:
-        return f"; {_of_rate(optimizer)}"
-    schedulers = [
-        name for name, value in named.items() if isinstance(value, LRScheduler) and label.startswith(f"{name}.")
-    ]
-    if in_step and schedulers:
-        scheduled = named[schedulers[0]].optimizer
-        is_number = not isinstance(scheduled.param_groups[0]["lr"], Tensor)
-        return f"; call {min(schedulers, key=len)}.step() after the step" + f"; {_of_rate(scheduled)}" * is_number
-    if isinstance(optimizer, torch.optim.LBFGS):
-        return f"; {_OPTIMIZER}; {_make(optimizer)}"
-    if "['step']" in label and (optimizer is not None or ".state[" in label):
-        return f"; {_OPTIMIZER}; {_OWN_OPTIMIZER if optimizer is None else _make(optimizer)}"
-    if "['betas']" in label or "['momentum']" in label:
-        return f"; {_CONSTANT}"
-    are_of_torch = any(isinstance(value, (Optimizer, GradScaler, AveragedModel)) for value in owners)
-    is_made = (are_of_torch and " from a tensor" not in change) or fix_if_repeated(change)
-    if is_made or (not owners and of_first_step(change)):
+    owners = {name: value for name, value in named.items() if label.startswith(f"{name}.")}
+    if (fix := _fix_of_torchs(change, label, owners, in_step=in_step)) is not None:
+        return fix
+    if fix_if_repeated(change) or (not owners and of_first_step(change)):
         return ""
-    if change.startswith("the state of"):
-        return f"; {_RANDOM}"
     if isinstance(owner := named.get(label), torch.Generator):
-        return f"; {_OWN_GENERATOR}"
-    if change.startswith("what ") and hasattr(owner, "random"):
-        return f"; {_RANDOM}"
+        return _OWN_GENERATOR
+    if change.startswith("the state of") or (change.startswith("what ") and hasattr(owner, "random")):
+        return _RANDOM
     if in_step and change.startswith("what ") and f"len({label})" in facts:
-        return f"; {_KEYS}"
+        return _KEYS
     if label.startswith("_Progress.") or ".optim_step_progress." in label:
-        return f"; {_LIGHTNINGS}"
+        return _LIGHTNINGS
     if not in_step and isinstance(fact := facts.get(label), Atom) and fact.kind is int:
-        return f"; {_DECIDES}; or {_IN_PLACE}"
+        return f"{_DECIDES}; or {_IN_PLACE}"
     then, _, now = change.partition(" changed from ")[2].partition(" to ")
     if in_step and now.endswith(WITH_HISTORY):
-        return "; detach it at the end of the step: a graph keeps no history"
+        return "detach it at the end of the step: a graph keeps no history"
     if in_step and then != now and then.removesuffix(REQUIRES_GRAD) == now.removesuffix(REQUIRES_GRAD):
-        return f"; {_SET_BACK}"
+        return _SET_BACK
+    if not in_step:
+        return _BETWEEN
     counted = f"; {_COUNTED}{_OF_DICTIONARY * label.endswith(']')}" * f"{then}{now}".isdigit()
-    in_step_fix = _ADDS if change.startswith("len(") else _IN_STEP + counted
-    return f"; {in_step_fix if in_step else _BETWEEN}"
+    return _ADDS if change.startswith("len(") else _IN_STEP + counted
+
+
+def _fix_of_torchs(change: str, label: str, owners: Mapping[str, Any], *, in_step: bool) -> str | None:
+    """The same for what optimizers, schedulers, scalers and averages of PyTorch's have; None for all else."""
+    optimizer = next((value for value in owners.values() if isinstance(value, Optimizer)), None)
+    if "['lr']" in label:
+        return _of_rate(optimizer)
+    if in_step and (schedulers := [name for name, value in owners.items() if isinstance(value, LRScheduler)]):
+        scheduled = owners[schedulers[0]].optimizer
+        is_number = not isinstance(scheduled.param_groups[0]["lr"], Tensor)
+        return f"call {min(schedulers, key=len)}.step() after the step" + f"; {_of_rate(scheduled)}" * is_number
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return f"{_OPTIMIZER}; {_make(optimizer)}"
+    if "['step']" in label and (optimizer is not None or ".state[" in label):
+        return f"{_OPTIMIZER}; {_OWN_OPTIMIZER if optimizer is None else _make(optimizer)}"
+    if "['betas']" in label or "['momentum']" in label:
+        return _CONSTANT
+    are_torchs = any(isinstance(value, (Optimizer, GradScaler, AveragedModel)) for value in owners.values())
+    return "" if are_torchs and " from a tensor" not in change else None
 
 
 def fix_if_repeated(change: str) -> str:
     """What to do about what a step makes in the place of None, if each step does."""
-    return f"; {_BETWEEN}" if _IS_MADE.search(change) else ""
+    return _BETWEEN if _IS_MADE.search(change) else ""
 
 
 def of_first_step(change: str) -> str:
@@ -168,15 +174,21 @@ def _of_rate(optimizer: Optimizer | None) -> str:
     return _RATE if follows or optimizer is None else f"{_RATE}, and {_make(optimizer)}"
 
 
-def also_changed(
-    change: str,
-    before: Mapping[str, Any],
-    after: Mapping[str, Any],
-    facts: Facts,
-    roots: Mapping[str, Any],
-    line_of: Callable[[str], str],
+def reason_of_change(
+    before: Mapping[str, Any], after: Mapping[str, Any], state: StepState, roots: Mapping[str, Any]
+) -> SkipReason | None:
+    """The first fact that a step changes, with its line, and what to do about it; None if it changes none."""
+    if (change := change_between(before, after)) is None:
+        return None
+    if fix := fix_of_change(change, state.facts, roots, in_step=True):
+        fix = "; ".join(filter(None, (fix, _also_changed(change, before, after, state, roots))))
+    return SkipReason(change + (state.line_of(change) if fix or fix_if_repeated(change) else ""), fix)
+
+
+def _also_changed(
+    change: str, before: Mapping[str, Any], after: Mapping[str, Any], state: StepState, roots: Mapping[str, Any]
 ) -> str:
-    """What else keeps the step in Python: "; history['step'] (see train.py:31) changed, too". "" if nothing does.
+    """What else keeps the step in Python: "history['step'] (see train.py:31) changed, too". "" if nothing does.
 
     Only values and lengths are said, of those that belong to one name the first, and nothing that may change once only.
     """
@@ -185,20 +197,15 @@ def also_changed(
         is_number = isinstance(value, (Atom, int))  # or a length; a tensor may have several names
         if is_number and after.get(label, value) != value and (root := _root_of(label)) not in seen:
             said = difference({label: value}, {label: after[label]})
-            if fix_of_change(str(said), facts, roots, in_step=True):
+            if fix_of_change(str(said), state.facts, roots, in_step=True):
                 seen.add(root)
-                others.append(label + line_of(str(said)))
-    return f"; {', '.join(others[:_MOST_OTHERS])} changed, too" if others else ""
+                others.append(label + state.line_of(str(said)))
+    return f"{', '.join(others[:_MOST_OTHERS])} changed, too" if others else ""
 
 
 def _root_of(label: str) -> str:
     """A name, or an attribute of the step's own object, which has all that a trainer keeps."""
     return re.sub(r"(?<!^self)[.\[ )].*", "", subject(label))
-
-
-def fix_of_moved(moved: str) -> str:
-    """What to do about a tensor that the step leaves with other memory, in the words of `StepState.moved_since`."""
-    return f"; write {moved.partition(' got ')[0]} in place, such as by .data.copy_(), or set it outside of the step"
 
 
 def fix_of_argument(value: Any) -> str:
@@ -220,33 +227,36 @@ def fix_of_changed_argument(fact: Any) -> str:
     return "pass it as a tensor on the device" if is_number else "leave it out"
 
 
-def where(error: BaseException) -> str:
-    """The line of the user's that raised, and what to do about it."""
+def reason_of(error: Exception) -> SkipReason:
+    """What a capture raised, at which line of the user's, and what to do about it."""
+    first_line = (str(error).strip() or "no message").splitlines()[0].rstrip(".")
+    problem, known = error.reason if isinstance(error, Skipped) else (f"{type(error).__name__}: {first_line}", "")
+    fix = next((fix for sign, fix in _FIXES.items() if sign in str(error).lower()), None)
     frames = [*walk_tb(error.__traceback__)]
-    lines = [(frame.f_code.co_filename, line) for frame, line in frames]
-    lines = [line_in_trace(*each) or each for each in lines]
+    lines = [line_in_trace(frame.f_code.co_filename, at) or (frame.f_code.co_filename, at) for frame, at in frames]
     users = [i for i, (file, _) in enumerate(lines) if os.path.isfile(file) and not is_installed(file)]
-    said = str(error).lower()
-    fix = next((fix for sign, fix in _FIXES.items() if sign in said), None)
     also = ""
-    if users and fix in _OF_HOST:
-        if later := [*dict.fromkeys(_later_reads(frames[i] for i in users))]:
-            also = f"; so {'does' if len(later) == 1 else 'do'} {' and '.join(later)}, if it is of a tensor"
-        fix = _fix_in_torch([frame for frame, _ in frames[users[-1] + 1 :]]) or fix
-    others = [each for each in lines[users[-1] + 1 if users else 0 :] if is_of_package(each[0])]
-    if users and others and fix in (_READ, _READ_OR_MASK):
-        fix = _MASKS if others[-1][0].endswith(_MASKING) else _OUTSIDE
-    elif (
-        users
-        and fix in (_READ, _READ_OR_MASK)
-        and (of_line := for_read(SourceLine(*lines[users[-1]]))) != KEEP_ON_DEVICE
-    ):
-        fix = f"the host reads a value there; {of_line.replace('the compiled function', 'the step')}"
-    end = "" if fix is None else f"; {fix}"
-    if not users:
-        return end
-    package = f", in {line_with_code(*others[-1])}" if others else ""  # whose line would have to change
-    return f", at {line_with_code(*lines[users[-1]])}{package}{end}{also}"
+    if users:
+        last = users[-1]
+        others = [each for each in lines[last + 1 :] if is_of_package(each[0])]  # whose last line would have to change
+        problem += f", at {line_with_code(*lines[last])}"
+        problem += f", in {line_with_code(*others[-1])}" if others else ""
+        if fix in _OF_HOST:
+            if later := [*dict.fromkeys(_later_reads(frames[i] for i in users))]:
+                also = f"so {'does' if len(later) == 1 else 'do'} {' and '.join(later)}, if it is of a tensor"
+            fix = _fix_in_torch([frame for frame, _ in frames[last + 1 :]]) or fix
+        if fix in (_READ, _READ_OR_MASK):
+            fix = _fix_of_read(lines[last], others) or fix
+    return SkipReason(problem, "; ".join(filter(None, (known, fix, also))))
+
+
+def _fix_of_read(line: tuple[str, int], others: Sequence[tuple[str, int]]) -> str | None:
+    """For a read on the host that a line of the user's makes, by way of other lines of packages if there are any."""
+    if others:
+        return _MASKS if others[-1][0].endswith(_MASKING) else _OUTSIDE
+    if (fix := for_read(SourceLine(*line))) == KEEP_ON_DEVICE:
+        return None
+    return f"the host reads a value there; {fix.replace('the compiled function', 'the step')}"
 
 
 def _later_reads(frames: Iterable[tuple[FrameType, int]]) -> Iterator[str]:

@@ -56,7 +56,7 @@ from thunder_cg.compat.tensors import (
     tensor_use_count,
     version,
 )
-from thunder_cg.errors import CaptureRefused
+from thunder_cg.errors import CaptureRefused, SkipReason
 from thunder_cg.runtime.backend import Backend, Pool
 from thunder_cg.runtime.tensors import address_if_any, copy_all, layout, span, view_of_storage
 from thunder_cg.step.calls import Calls
@@ -139,7 +139,7 @@ class GradientsBefore:
         expected: list[Any] = []
         now = [_address_of(each.grad) for each in self._parameters]
         if any(then and then != there and then in now for then, there in zip(map(_address_of, self.memory), now)):
-            raise CaptureRefused("the step leaves a parameter the gradient of another one; have it keep a clone")
+            raise CaptureRefused("the step leaves a parameter the gradient of another one", "have it keep a clone")
         for i, (parameter, memory) in enumerate(zip(self._parameters, self.memory)):
             gradient, is_other = parameter.grad, place_of(parameter.grad) != place_of(memory)
             is_same = gradient is not None and memory is not None and self._references[i]() is gradient
@@ -149,7 +149,7 @@ class GradientsBefore:
             elif is_unused and is_same:
                 expected.append(LIKE)
             elif is_same and is_other:
-                raise CaptureRefused(_MOVES)
+                raise CaptureRefused(*_MOVES)
             else:
                 expected.append(memory if is_other else gradient)
         return expected
@@ -191,9 +191,9 @@ def _uses_of_gradient(parameter: Tensor) -> tuple[int, int, int]:
     return sys.getrefcount(gradient), tensor_use_count(gradient), holders_of_storage(gradient.untyped_storage)
 
 
-_MOVES = (
-    "the step reads a gradient, and gives the gradient other memory, as p.grad.data = new does; write the gradient in "
-    "place, such as by p.grad.copy_(new), or have zero_grad() set it to None first"
+_MOVES = SkipReason(
+    "the step reads a gradient, and gives the gradient other memory, as p.grad.data = new does",
+    "write the gradient in place, such as by p.grad.copy_(new), or have zero_grad() set it to None first",
 )
 _MAX_WAITS = 8  # of calls that accumulate, for the graph that makes the gradients
 ANY = object()  # what a step finds in ``.grad`` does not matter
@@ -245,11 +245,11 @@ class ExpectedGradients:
         alike = [*map(_gradient_of, self._alike)]
         if any(map(is_, alike, repeat(None))) or [*map(layout, alike)] != self._layouts:
             return False
-        found = [*map(_gradient_of, self._parameters)]
-        if self._metadata is not None and all(map(is_, found, self.tensors)) and self._metadata.check(*found):
-            return addresses_equal(found, self._addresses, self._indices)
-        self._elsewhere = [i for i, each in enumerate(found) if place_of(each) != self._places[i]]
-        del found
+        gradients = [*map(_gradient_of, self._parameters)]
+        if self._metadata is not None and all(map(is_, gradients, self.tensors)) and self._metadata.check(*gradients):
+            return addresses_equal(gradients, self._addresses, self._indices)
+        self._elsewhere = [i for i, each in enumerate(gradients) if place_of(each) != self._places[i]]
+        del gradients
         return all(map(self._may_be_copied, self._elsewhere))
 
     def _may_be_copied(self, i: int) -> bool:
@@ -399,8 +399,8 @@ class Overwritten:
         self._not_held: Any = None  # the counts by which it was found that nobody holds one
 
     def _tensors(self) -> list[Tensor]:
-        found = [each.tensor for each in self.gradients]
-        return found if self._are_plain else [*found, *(each.local for each in self.gradients)]
+        tensors = [each.tensor for each in self.gradients]
+        return tensors if self._are_plain else [*tensors, *(each.local for each in self.gradients)]
 
     def are_held(self) -> bool:
         """Whether somebody holds one, or has a view of it."""

@@ -28,6 +28,7 @@ from thunder_cg.errors import (
     OptionError,
     RanksDiffer,
     ReplayRefused,
+    SkipReason,
     without_frames,
 )
 from thunder_cg.options import StepOptions
@@ -40,21 +41,12 @@ from thunder_cg.runtime.ranks.agreement import Collectives, Round
 from thunder_cg.runtime.ranks.groups import meets
 from thunder_cg.runtime.ranks.steps import StepCall, call_of_step
 from thunder_cg.runtime.skip_reasons import held_back, skip_reason
+from thunder_cg.step import fixes
 from thunder_cg.step.attributes import Attributes
 from thunder_cg.step.averages import move_counters
 from thunder_cg.step.batch import Batch, changed_argument
 from thunder_cg.step.calls import Calls
 from thunder_cg.step.facts import Facts
-from thunder_cg.step.fixes import (
-    also_changed,
-    change_between,
-    fix_if_repeated,
-    fix_of_change,
-    fix_of_changed_argument,
-    fix_of_moved,
-    of_first_step,
-    where,
-)
 from thunder_cg.step.gradients import FirstGradients, GraphGradient
 from thunder_cg.step.memory import PythonCall, making_states_apart, nbytes
 from thunder_cg.step.outside import named, states_outside, thread_states
@@ -69,14 +61,13 @@ _LOOK_AGAIN = 32  # after so many more calls, at the latest
 _MAX_LAYOUTS = 64  # remembered
 _BEFORE, _AFTER = "before the capture of the step", "after the capture of the step"  # what ranks agree at
 _SHAPE = "the shape of "
-_IN_USE = "graphs were replayed since the last call of this kind; raise max_recordings"
 _BETWEEN = ", between calls"
 _IN_TRANSFORM = "a transform of torch.func, such as grad or vmap, is around the step, and a graph has no such tensors"
 _ADDS_TO_FIRST = "an earlier call has made gradients in Python, which a graph has to make if the step adds to them"
 _MAX_ELSEWHERE = 2  # graphs that were never replayed since gradients are elsewhere in each call
-_ELSEWHERE = (
-    "the gradients that it reads are in other memory in each call, and somebody holds that memory; make them in the "
-    "step, or hold none of them when it is called"
+_ELSEWHERE = SkipReason(
+    "the gradients that it reads are in other memory in each call, and somebody holds that memory",
+    "make them in the step, or hold none of them when it is called",
 )
 _FIRST = "the first call of its kind: what the step does is noted"
 
@@ -94,7 +85,7 @@ class _Ready:
 class _Refusal:
     """Why calls with a layout are not captured. It holds for the state in which the last of the attempts failed."""
 
-    reason: str
+    reason: SkipReason
     facts: Facts
     attempts: int
     next_look: int  # the call that looks whether the state has changed: to look at each call would cost too much
@@ -115,7 +106,7 @@ class GraphedStep:
 
     Attributes:
         calls, replays, captures: how many calls there were, and what became of them; the others ran in Python.
-        in_python: why calls ran in Python, and how many.
+        skipped: why calls ran in Python, and how many.
         raised: calls whose replay raised.
     """
 
@@ -138,18 +129,18 @@ class GraphedStep:
         self._ready: dict[Any, list[_Ready]] = {}  # by layout, the newest first
         self._communicates: dict[Any, StepCall] = {}  # by layout: the last call in Python; None: whatever its layout
         self._refused: dict[Any, _Refusal] = {}  # by layout
-        self._warned: set[str] = set()
+        self._warned: set[SkipReason] = set()
         self._first_gradients = FirstGradients()
         self._unstable = 0  # calls in a row
         self._called: dict[Any, Called] = {}  # functions that no bytecode names
         self._attributes = Attributes()  # that were looked up
         self._carried: dict[Any, Place] = {}  # by key: see Note [Carried tensors] in places.py
-        self._hopeless = ""  # why the calls after that many run in Python
+        self._hopeless = SkipReason("")  # why the calls after that many run in Python
         self._new_layout: Any = None  # the last one
         self._last_call: dict[Any, int] = {}  # in Python, by layout
         self.calls = self.replays = self.captures = self.raised = 0
-        self.in_python: Counter[str] = Counter()
-        self.fixes: dict[str, str] = {}  # of those reasons that need none where they are true once: "; ..."
+        self.skipped: Counter[SkipReason] = Counter()
+        self.if_repeated: dict[SkipReason, str] = {}  # fixes of these reasons, which need none where they are true once
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, such as one in a copy of the module that has the step, begins anew."""
@@ -162,18 +153,23 @@ class GraphedStep:
         step = vars(owner).get(name := f"graphed {self._fn.__qualname__}")
         return step or vars(owner).setdefault(name, type(self)(MethodType(self._fn, owner), self._options))
 
+    @property
+    def in_python(self) -> Counter[str]:
+        """Why calls ran in Python, in words, and how many."""
+        return sum((Counter({str(reason): times}) for reason, times in self.skipped.items()), Counter[str]())
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._lock:
             self.calls += 1
             if (skipped := skip_reason(self._backend, saves=True)) is not None:
-                return self._run_in_python(args, kwargs, skipped.problem)
+                return self._run_in_python(args, kwargs, SkipReason(skipped.problem))
             if functorch_is_active():
-                return self._run_in_python(args, kwargs, _IN_TRANSFORM)
+                return self._run_in_python(args, kwargs, SkipReason(_IN_TRANSFORM))
             try:
                 batch = Batch.of(args, kwargs, self._backend.device_type)
             except CaptureRefused as error:
-                self._warn(str(error))
-                return self._run_in_python(args, kwargs, str(error))
+                self._warn(error.reason)
+                return self._run_in_python(args, kwargs, error.reason)
             call = _Call(args, kwargs, batch, (*batch.layout, *thread_states(), default_group()))
             recording, carried = self._recording_for(call.layout)
             if recording is not None and recording.is_void():
@@ -188,22 +184,24 @@ class GraphedStep:
                     return self._meet(recording, carried, call)
                 return self._replay(recording, carried, call)
             except ReplayRefused as error:
-                return self._run(call, str(error))
+                return self._run(call, error.reason)
 
     def _recording_for(self, layout: Any) -> tuple[StepRecording | None, list[Tensor] | None]:
         """The first recording that is for a call, with what it carries in."""
         found = ((each, each.carried_in(layout)) for each in self.recordings)
         return next((pair for pair in found if pair[1] is not None), (None, None))
 
-    def _run(self, call: _Call, reason: str) -> Any:
+    def _run(self, call: _Call, reason: SkipReason) -> Any:
         return self._run_in_python(call.args, call.kwargs, reason, call.layout)
 
-    def _run_in_python(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str, layout: Any = None) -> Any:
+    def _run_in_python(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: SkipReason, layout: Any = None
+    ) -> Any:
         """Runs the step in Python. The compiled modules in it have their own graphs."""
-        self.in_python[reason] += 1
+        self.skipped[reason] += 1
         groups = self._groups(layout if layout in self._communicates else None)
         votes = Round(groups or [])
-        votes.decline(reason)
+        votes.decline(str(reason))
         with call_of_step(self._backend.device_type, votes) as call:
             result = self._fn(*args, **kwargs)
         self._communicates[layout] = self._communicates[None] = call
@@ -238,36 +236,44 @@ class GraphedStep:
     def _observe(self, call: _Call) -> Any:
         """A call that no recording is for: captures it, if an earlier one did the same, else runs it in Python."""
         layout = call.layout
+        is_hopeless = self._unstable >= _MAX_UNSTABLE and not meets(self._groups(layout) or [])
+        if (reason := self._why_not_looked_at(layout, is_hopeless)) is not None:
+            return self._run(call, reason)
+        state = self._state()
+        if (reason := self._why_refused(layout, state)) is not None:
+            return self._run(call, reason)
+        ready = self._ready_for(layout, state) if self.captures_pay() else None
+        adds_to_first = ready is not None and self._first_gradients.are_added_to()
+        if ready is not None and not adds_to_first and self._groups(layout) is not None:
+            return self._try_capture(state, call, ready)
+        with held_back(not is_hopeless):
+            return self._run(call, SkipReason(_ADDS_TO_FIRST)) if adds_to_first else self._note(state, call)
+
+    def _why_not_looked_at(self, layout: Any, is_hopeless: bool) -> SkipReason | None:
+        """Why a call runs in Python whatever its state is; None if it may be captured or noted."""
         last_call, self._last_call[layout] = self._last_call.get(layout, self.calls), self.calls
         _forget_oldest(self._last_call)
         if len(self.recordings) == self._max_recordings and self._oldest().last_call > last_call:
-            return self._run(call, f"all {self._max_recordings} {_IN_USE}")
-        refusal = self._refused.get(layout)
-        if refusal is not None and self.calls < refusal.next_look:
-            return self._run(call, refusal.reason)
-        hopeless = self._unstable >= _MAX_UNSTABLE and not meets(self._groups(layout) or [])
-        if hopeless and self.calls % _LOOK_AGAIN:
-            return self._run(call, self._hopeless)
-        state = self._state()
-        if refusal is not None and refusal.facts == state.facts:
+            problem = f"all {self._max_recordings} graphs were replayed since the last call of this kind"
+            return SkipReason(problem, "raise max_recordings")
+        if (refusal := self._refused.get(layout)) is not None and self.calls < refusal.next_look:
+            return refusal.reason
+        return self._hopeless if is_hopeless and self.calls % _LOOK_AGAIN else None
+
+    def _why_refused(self, layout: Any, state: StepState) -> SkipReason | None:
+        """Why a call from this state runs in Python, and need not be noted; None if it may be captured or noted."""
+        if (refusal := self._refused.get(layout)) is not None and refusal.facts == state.facts:
             refusal.next_look = self.calls + min(self.calls, _LOOK_AGAIN)
-            return self._run(call, refusal.reason)
-        known = self._ready_for(layout, state)
+            return refusal.reason
         if not self.captures_pay():
-            said = f"it was captured {self.captures} times and replayed {self.replays} times"
-            self._refuse(layout, state.facts, said)
-        elif (
-            sum(not each.replays and each.is_for_other_gradients(layout) for each in self.recordings) >= _MAX_ELSEWHERE
-        ):
-            self._refuse(layout, state.facts, _ELSEWHERE)
-            return self._run(call, _ELSEWHERE)
-        elif known is not None and self._first_gradients.are_added_to():
-            with held_back(not hopeless):
-                return self._run(call, _ADDS_TO_FIRST)
-        elif known is not None and self._groups(layout) is not None:
-            return self._try_capture(state, call, known)
-        with held_back(not hopeless):
-            return self._note(state, call)
+            problem = f"it was captured {self.captures} times and replayed {self.replays} times"
+            self._refuse(layout, state.facts, SkipReason(problem))
+            return None
+        never_replayed = (each for each in self.recordings if not each.replays)
+        if sum(each.is_for_other_gradients(layout) for each in never_replayed) < _MAX_ELSEWHERE:
+            return None
+        self._refuse(layout, state.facts, _ELSEWHERE)
+        return _ELSEWHERE
 
     def _meet(self, recording: StepRecording, carried: Sequence[Tensor], call: _Call) -> Any:
         """Replays, or captures anew if another rank needs that. See Note [Meetings] in groups.py."""
@@ -300,12 +306,12 @@ class GraphedStep:
         calls, votes = Calls(self._backend.device_type), Round(self._groups(call.layout) or [])
         try:
             if state.objection is not None:
-                raise CaptureRefused(state.objection)
+                raise CaptureRefused(*state.objection)
             if (weight := state.kept_by_autocast()) is not None:
                 problem = f"autocast is entered outside of the step, where it may keep {weight} as it was cast before"
-                raise CaptureRefused(f"{problem}; enter it in the step alone")
+                raise CaptureRefused(problem, "enter it in the step alone")
             if (objection := self._communicates[call.layout].objection) is not None:
-                raise RanksDiffer(objection.why, may_pass=objection.may_pass)
+                raise objection
             could_replay = known is not None
             if votes.ask(_BEFORE, self.name, could_replay=could_replay) and known is not None:
                 return self._replay(known, known.state.carried_tensors(), call)
@@ -325,16 +331,13 @@ class GraphedStep:
 
     def _run_after(self, failure: CaptureRefused | RanksDiffer, state: StepState, call: _Call, calls: Calls) -> Any:
         """A call whose capture failed."""
-        if failure.may_pass:
-            self._count_unstable(str(failure))
+        self._note_failure(failure, call.layout, state.facts)
         if isinstance(failure, CallsMore):
             del self._ready[call.layout]
             self._called |= calls.found
             return self._observe(call)
-        if not failure.may_pass:
-            self._refuse(call.layout, state.facts, str(failure))
         with held_back(isinstance(failure, RanksDiffer) and failure.may_pass and self._unstable < _MAX_UNSTABLE):
-            return self._run(call, str(failure))
+            return self._run(call, failure.reason)
 
     def _replay_first(self, recording: StepRecording, call: _Call, ready: _Ready, calls: Calls) -> Any:
         """The first replay of a recording: the capture has run nothing."""
@@ -344,7 +347,7 @@ class GraphedStep:
         try:
             result = self._launch(recording, recording.state.carried_tensors(), call)
         except ReplayRefused as error:
-            is_refused, reason = True, str(error)
+            is_refused, reason = True, error.reason
         finally:
             recording.end_capture(undo=is_refused)
             if only_once is not None:
@@ -362,98 +365,105 @@ class GraphedStep:
         self, recording: StepRecording, problem: CaptureRefused, layout: Any, ready: _Ready, calls: Calls
     ) -> None:
         """See Note [Captures of one call] in recording.py."""
-        self.in_python[str(problem)] += 1
-        if not isinstance(problem, CallsMore):
-            if not self.recordings:
-                self.release()
-            if problem.may_pass:
-                self._count_unstable(str(problem))
-            else:
-                self._refuse(layout, recording.state.facts, str(problem))
+        self.skipped[problem.reason] += 1
+        reads_more = isinstance(problem, CallsMore)
+        if not (reads_more or self.recordings):
+            self.release()
+        self._note_failure(problem, layout, recording.state.facts)
+        if not reads_more:
             return
         self._called |= calls.found
-        self._count_unstable(str(problem))
         whole = self._whole_state()
         if self._attributes.observe(whole.kinds, whole.compiled_kinds):
             del self._ready[layout]
         else:
             self._ready[layout] = [replace(ready, facts=self._state().facts)]
 
-    def _count_unstable(self, reason: str, fix: str = "") -> None:
+    def _note_failure(self, failure: CaptureRefused | RanksDiffer, layout: Any, facts: Facts) -> None:
+        if failure.may_pass:
+            self._count_unstable(failure.reason)
+        else:
+            self._refuse(layout, facts, failure.reason)
+
+    def _count_unstable(self, reason: SkipReason) -> None:
         """Counts a call that does not lead to a replay, and why."""
         self._unstable += 1
         if self._unstable == _MAX_UNSTABLE:
-            self._hopeless = f"{reason}{'' if reason.endswith(_BETWEEN) else ', in each step'}{fix}"
+            when = "" if reason.problem.endswith(_BETWEEN) else ", in each step"
+            self._hopeless = SkipReason(reason.problem + when, reason.fix)
             self._warn(self._hopeless)
 
     def _note(self, state: StepState, call: _Call) -> Any:
         """Runs a call in Python, and notes whether it leaves the state as it was."""
-        layout = call.layout
-        reason, fix = self._what_is_new(layout, next(iter(self._ready.get(layout, ())), None), state)
-        self.fixes[reason] = fix
+        reason, fix = self._what_is_new(call.layout, state)
+        self.if_repeated[reason] = fix
         whole = self._whole_state()
         is_new, seen = self._attributes.observe(whole.kinds, whole.compiled_kinds), self._attributes.seen
-        outside = states_outside(whole.device)
-        python, places = PythonCall(whole, self._backend), state.places_of_tensors()
-        states_apart, gradients = (
-            making_states_apart(whole, self._backend),
-            self._first_gradients.noted(whole.parameters),
-        )
+        outside, python = states_outside(whole.device), PythonCall(whole, self._backend)
+        places, places_of_whole = state.places_of_tensors(), whole.places_of_tensors()
+        states_apart = making_states_apart(whole, self._backend)
+        gradients = self._first_gradients.noted(whole.parameters)
         with states_apart, gradients, self._attributes.watched(whole.objects):
             result = self._run(call, reason)
         if is_new := is_new or self._attributes.seen != seen:
-            state = whole
-        moved = None if is_new else state.moved_since(places, may_move=True)
+            state, places = whole, places_of_whole
         after = state.again()
         carried = newly_carried(state, after, places)
         self._carried |= {place.key: place for place in carried.values()}
         before, now = outside | state.facts, states_outside(state.device) | after.facts
-        change = change_between(*({k: v for k, v in each.items() if k not in carried} for each in (before, now)))
-        if change is None and moved is None:
+        before, now = ({label: v for label, v in each.items() if label not in carried} for each in (before, now))
+        change = None if is_new else state.moved_since(places, may_move=True)
+        change = change or fixes.reason_of_change(before, now, state, self._roots)
+        if change is None:
             needs = python.allocated(after)
             facts = self._state().facts if is_new or carried else state.facts
-            ready = _Ready(facts, needs + nbytes(call.batch.tensors), needs)
-            kept = 0 if self._groups(layout) else self._max_recordings - 1  # ranks may not find the same one
-            self._ready[layout] = [ready, *self._ready.pop(layout, ())[:kept]]
-            _forget_oldest(self._ready)
-            is_new_shape = reason.startswith(_SHAPE)
-            if not (is_new_shape or reason.startswith(_FIRST)):
-                self._count_unstable(reason, fix or fix_if_repeated(reason))
-            elif is_new_shape and len(self._ready) == _MAX_UNSTABLE and not self.captures:
-                self._warn(reason)
-            return result
-        fix = fix_of_moved(moved) if moved else fix_of_change(str(change), state.facts, self._roots, in_step=True)
-        found = self._state() if is_new else state
-        change = moved or str(change)
-        change += state.line_of(change) if fix or fix_if_repeated(change) else ""
-        if fix and not moved:
-            fix += also_changed(change, before, now, state.facts, self._roots, state.line_of)
-        # A hook is the cause, maybe. What changes once, as the first step's state does, is not what is in the way.
-        objection = found.hooked or (None if fix else found.objection)
-        self.in_python -= Counter([reason])
-        self.in_python[objection or f"{change}, in the step{fix or of_first_step(change)}"] += 1
-        if objection is not None:
-            self._refuse(layout, state.facts, objection)
+            self._note_ready(call, reason, _Ready(facts, needs + nbytes(call.batch.tensors), needs))
         else:
-            self._count_unstable(change, fix or fix_if_repeated(change))
+            self.skipped -= Counter([reason])
+            self._note_change(call.layout, change, state, self._state() if is_new else state)
         return result
 
-    def _what_is_new(self, layout: Any, known: _Ready | None, state: StepState) -> tuple[str, str]:
+    def _note_ready(self, call: _Call, reason: SkipReason, ready: _Ready) -> None:
+        """A call that ran in Python for this reason has left its state as it was."""
+        kept = 0 if self._groups(call.layout) else self._max_recordings - 1  # ranks may not find the same one
+        self._ready[call.layout] = [ready, *self._ready.pop(call.layout, ())[:kept]]
+        _forget_oldest(self._ready)
+        if reason.problem.startswith(_SHAPE):
+            if len(self._ready) == _MAX_UNSTABLE and not self.captures:
+                self._warn(reason)
+        elif not reason.problem.startswith(_FIRST):
+            fix = self.if_repeated[reason] or fixes.fix_if_repeated(reason.problem)
+            self._count_unstable(SkipReason(reason.problem, fix))
+
+    def _note_change(self, layout: Any, change: SkipReason, state: StepState, by_now: StepState) -> None:
+        """A call in Python has changed its state."""
+        # A hook is the cause, maybe. What changes once, as the first step's state does, is not what is in the way.
+        objection = by_now.hooked or (None if change.fix else by_now.objection)
+        if objection is not None:
+            self.skipped[objection] += 1
+            self._refuse(layout, state.facts, objection)
+            return
+        problem, fix = change
+        self.skipped[SkipReason(f"{problem}, in the step{'' if fix else fixes.of_first_step(problem)}", fix)] += 1
+        self._count_unstable(SkipReason(problem, fix or fixes.fix_if_repeated(problem)))
+
+    def _what_is_new(self, layout: Any, state: StepState) -> tuple[SkipReason, str]:
         """Why a call runs in Python and is noted, and what to do about that if it is so in each call."""
-        if known is not None and (change := change_between(known.facts, state.facts)) is not None:
-            fix = fix_of_change(change, state.facts, self._roots, in_step=False)
-            return f"{change}{state.line_of(change) if fix else ''}{_BETWEEN}", fix
+        known = next(iter(self._ready.get(layout, ())), None)
+        if known is not None and (change := fixes.change_between(known.facts, state.facts)) is not None:
+            fix = fixes.fix_of_change(change, state.facts, self._roots, in_step=False)
+            return SkipReason(f"{change}{state.line_of(change) if fix else ''}{_BETWEEN}"), fix
         before, self._new_layout = self._new_layout, layout
         states = [named(each[3:]) for each in (before, layout) if each is not None]
-        if len(states) == 2 and (change := change_between(*states)) is not None:
-            return f"{_FIRST}, since {change}", ""
+        if len(states) == 2 and (change := fixes.change_between(*states)) is not None:
+            return SkipReason(f"{_FIRST}, since {change}"), ""
         if before is not None and (changed := changed_argument(before, layout)) is not None:
             name, then, now = changed
-            said = f"{name} changed from {then!r:.80} to {now!r:.80}"
+            problem = f"{name} changed from {then!r:.80} to {now!r:.80}"
             if name.startswith(_SHAPE):
-                return f"{said}; {for_shapes((then, now))}", ""
-            return said, f"; {fix_of_changed_argument(now)}"
-        return _FIRST, ""
+                return SkipReason(problem, for_shapes((then, now))), ""
+            return SkipReason(problem), fixes.fix_of_changed_argument(now)
+        return SkipReason(_FIRST), ""
 
     def _capture(self, state: StepState, call: _Call, ready: _Ready, calls: Calls, votes: Round) -> StepRecording:
         """Captures the step, which runs nothing. `CaptureRefused` or `RanksDiffer` if that cannot be."""
@@ -473,7 +483,7 @@ class GraphedStep:
             if not set(groups) == calls.groups.keys() >= {*captured.groups}:
                 problem = "it communicates in other groups than the call before, in which another thread may have"
                 fix = "call the functions of torch.distributed, since those that C++ calls are not seen"
-                raise RanksDiffer(f"{problem}; {fix}", may_pass=True)
+                raise RanksDiffer(problem, fix, may_pass=True)
             votes.ask(_AFTER, {group: " ".join(each.name for each in begun) for group, begun in calls.groups.items()})
 
         if any_autocast_enabled():
@@ -490,10 +500,8 @@ class GraphedStep:
                 recording = capture.run()
         except (CaptureLater, NoRoom, RanksDiffer):
             raise
-        except CaptureRefused as error:
-            raise CaptureRefused(calls.objection or f"{error}{where(error)}") from error
         except Exception as error:
-            raise CaptureRefused(calls.objection or f"{_said(error)}{where(error)}") from error
+            raise CaptureRefused(*(calls.objection or fixes.reason_of(error))) from error
         finally:
             if any_autocast_enabled():  # it holds weights in the pool
                 torch.clear_autocast_cache()
@@ -525,7 +533,7 @@ class GraphedStep:
             may_pass = len(self.recordings) < kept
             if expected is None and not may_pass:
                 self._ready[layout] = [replace(each, needs=arena.nbytes()) for each in self._ready[layout]]
-            raise NoRoom(str(reason), may_pass=may_pass)
+            raise NoRoom(*reason, may_pass=may_pass)
 
     def captures_pay(self) -> bool:
         """Whether captures up to now have been replayed often enough for one more."""
@@ -544,14 +552,14 @@ class GraphedStep:
         self._last = None
         recording.close()
 
-    def _refuse(self, layout: Any, facts: Facts, reason: str) -> None:
+    def _refuse(self, layout: Any, facts: Facts, reason: SkipReason) -> None:
         """Calls with the layout run in Python until their state changes. Each attempt that fails doubles the wait."""
         attempts = self._refused[layout].attempts + 1 if layout in self._refused else 1
         self._refused[layout] = _Refusal(reason, facts, attempts, self.calls + 2**attempts)
         _forget_oldest(self._refused)
         self._warn(reason)
 
-    def _warn(self, reason: str) -> None:
+    def _warn(self, reason: SkipReason) -> None:
         """Once for each reason."""
         if reason in self._warned:
             return
@@ -608,10 +616,6 @@ def _detached(result: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             leaves[i] = detached.setdefault(id(leaf), leaf.detach())
     return tree_unflatten(leaves, tree)
-
-
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0].rstrip('.')}"
 
 
 def graphed_step(

@@ -66,20 +66,20 @@ def holder_of(value: object) -> str | None:
 
 
 def _holder_of(value: object) -> str | None:
-    found: dict[int, tuple[Any, str]] = {id(value): (value, "")}  # what holds it, and what leads from there to it
-    seen = {*found}
+    paths: dict[int, tuple[Any, str]] = {id(value): (value, "")}  # what holds it, and what leads from there to it
+    seen = {*paths}
     for _ in range(_MAX_HOLDERS):
-        holders = [each for each in gc.get_referrers(*(each for each, _ in found.values())) if id(each) not in seen]
+        holders = [each for each in gc.get_referrers(*(each for each, _ in paths.values())) if id(each) not in seen]
         seen.update(map(id, holders))
         above: dict[int, tuple[Any, str]] = {}
         for holder in holders:
-            for held, path in found.values():
+            for held, path in paths.values():
                 name, is_end = _name_in(holder, held)
                 if is_end:
                     return f"{name}{path}"
                 if name is not None:
                     above[id(holder)] = holder, f"{name}{path}"
-        found = above
+        paths = above
     return None
 
 

@@ -72,8 +72,8 @@ def in_cell(cell: types.CellType, attributes: tuple[Any, ...]) -> Any:
 
 def builtins_of(variables: dict[str, Any]) -> dict[str, Any]:
     """Where Python looks for a name that the global variables do not have."""
-    found = variables.get("__builtins__", {})
-    return vars(found) if isinstance(found, types.ModuleType) else found
+    builtins = variables.get("__builtins__", {})
+    return vars(builtins) if isinstance(builtins, types.ModuleType) else builtins
 
 
 def in_globals(variables: dict[str, Any], name: str, attributes: tuple[Any, ...]) -> Any:

@@ -52,8 +52,8 @@ class Addresses:
 class OtherMemoryUsed(CaptureRefused):
     """Kernels seem to use the memory of these tensors, of which the step was not told."""
 
-    def __init__(self, reason: str, tensors: Sequence[Tensor]) -> None:
-        super().__init__(reason)
+    def __init__(self, problem: str, fix: str, tensors: Sequence[Tensor]) -> None:
+        super().__init__(problem, fix)
         self.tensors = tensors
 
 
@@ -103,19 +103,19 @@ def refuse_other_memory(
                 elif any(autograd_base(each) is tensor for each in tensors):
                     by, fix = " by a view, such as a gradient,", "have the step leave a clone of the view"
                 problem = f"{_shown(tensor)} that the step makes is still held{by} after it"
-                raise CaptureRefused(f"{problem}, and a replay would overwrite it; {fix}")
+                raise CaptureRefused(f"{problem}, and a replay would overwrite it", fix)
             if (user := addresses.user_of(tensor)) is not None:
                 used.append((tensor, user))
         if used:
             tensor, user = used[0]
             problem = f"the step seems to use {_shown(tensor)} in {user}, and it is not known where from"
             fix = "pass it as an argument, or let the step's function name it"
-            raise OtherMemoryUsed(f"{problem}; {fix}", [tensor for tensor, _ in used])
+            raise OtherMemoryUsed(problem, fix, [tensor for tensor, _ in used])
         for start in gone:
             nbytes, shown = before[start]
             if (user := addresses.user_of_memory(start, nbytes)) is not None:
-                problem = f"the step seems to use {shown} in {user}, and lets go of it; pass it as an argument"
-                raise OtherMemoryUsed(problem, [])
+                problem = f"the step seems to use {shown} in {user}, and lets go of it"
+                raise OtherMemoryUsed(problem, "pass it as an argument", [])
 
     with suppress(CaptureRefused):  # which holds the tensors, until it is gone
         return refuse_any_of(known_tensors())

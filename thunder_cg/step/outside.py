@@ -31,13 +31,9 @@ def _autocast(kind: str) -> _Autocast:
 _thread_states: dict[str, Callable[[], Any]] = {
     f"torch.{get.__name__}()": get
     for get in (
-        torch.is_grad_enabled,
-        torch.is_inference_mode_enabled,
-        torch.is_autocast_cache_enabled,
-        torch.is_anomaly_enabled,
-        torch.is_anomaly_check_nan_enabled,
-        torch.get_default_dtype,
-        torch.get_default_device,
+        *(torch.is_grad_enabled, torch.is_inference_mode_enabled, torch.is_autocast_cache_enabled),
+        *(torch.is_anomaly_enabled, torch.is_anomaly_check_nan_enabled),
+        *(torch.get_default_dtype, torch.get_default_device),
     )
 }
 _thread_states["implicit replication of DTensors"] = allows_implicit_replication

@@ -267,18 +267,21 @@ def reads_in(function: types.FunctionType, owner: Any, is_rooted: bool = False) 
             label = (owner if isinstance(owner, type) else type(owner)).__name__
         elif of_package:
             label = f"{variables.get('__name__') if chain.scope == 'global' else function.__name__}.{name}"
-        if name in bound and chain.scope != "global":
-            place, read = _NamedVariable(label, at, (owner, ()), partial(value_of, owner)).read(attributes)
-            is_seen = is_rooted and attributes and has_own(owner, attributes[0])
-            if not is_seen or read.only_grows or _grows_a_list(read.get()):
-                yield place, read
+        path: Path
+        if of_owner := name in bound and chain.scope != "global":
+            path, look_up = (owner, ()), partial(value_of, owner)
         elif chain.scope == "cell" and name in cells:
-            yield _NamedVariable(label, at, (cells[name], ()), partial(in_cell, cells[name])).read(attributes)
+            path, look_up = (cells[name], ()), partial(in_cell, cells[name])
         elif chain.scope == "global" and not (of_package and name not in variables and hasattr(builtins, name)):
-            yield _NamedVariable(label, at, (variables, (name,)), partial(in_globals, variables, name)).read(attributes)
+            path, look_up = (variables, (name,)), partial(in_globals, variables, name)
         elif chain.scope == "import" and (module := _imported(name, variables)) is not None:
-            path = sys.modules, (module,)
-            yield _NamedVariable(module, at, path, partial(in_globals, sys.modules, module)).read(attributes)
+            label, path, look_up = module, (sys.modules, (module,)), partial(in_globals, sys.modules, module)
+        else:
+            continue
+        place, read = _NamedVariable(label, at, path, look_up).read(attributes)
+        is_seen = is_rooted and of_owner and attributes and has_own(owner, attributes[0])
+        if not is_seen or read.only_grows or _grows_a_list(read.get()):
+            yield place, read
     for what in () if of_package else ("__code__", "__defaults__", "__kwdefaults__"):
         if getattr(function, what) is not None:
             place = code if what == "__code__" else id(function)
@@ -353,7 +356,7 @@ def settings_in(
         functions: their code and their globals.
         getters: functions of C that may return such a value. Some of them take arguments.
     """
-    found: dict[Any, Callable[[], Any]] = {getter: partial(_called, getter) for getter in getters}
+    lookups: dict[Any, Callable[[], Any]] = {getter: partial(_called, getter) for getter in getters}
     for code, variables in functions.items():
         if str(variables.get("__name__")).startswith(_WITHOUT_SETTINGS):
             continue
@@ -364,10 +367,10 @@ def settings_in(
                 continue  # a constant, or what no result depends on
             module = _imported(chain.name, variables) if chain.scope == "import" else None
             if chain.scope == "global" and chain.name in variables:
-                found[id(variables), chain.name, attributes] = partial(in_globals, variables, chain.name, attributes)
+                lookups[id(variables), chain.name, attributes] = partial(in_globals, variables, chain.name, attributes)
             elif module is not None:
-                found[module, attributes] = partial(in_globals, sys.modules, module, attributes)
-    values = [(get, get()) for get in found.values()]
+                lookups[module, attributes] = partial(in_globals, sys.modules, module, attributes)
+    values = [(get, get()) for get in lookups.values()]
     return [(get, value) for get, value in values if type(value) in _SIMPLE]
 
 

@@ -31,7 +31,7 @@ from thunder_cg.compat.cuda import hidden_capture, is_of_capture
 from thunder_cg.compat.distributed import ProcessGroup, local_tensor
 from thunder_cg.compat.settings import Settings, kernel_settings
 from thunder_cg.compat.tensors import has_storage, is_size, tree_flatten, tree_leaves, tree_unflatten, version
-from thunder_cg.errors import CaptureLater, CaptureRefused, ReplayRefused, without_frames
+from thunder_cg.errors import CaptureLater, CaptureRefused, ReplayRefused, SkipReason, without_frames
 from thunder_cg.runtime.arena import Arena, RecordingUse
 from thunder_cg.runtime.backend import Backend, Graph, Pool
 from thunder_cg.runtime.inputs import CopiedInput
@@ -42,7 +42,7 @@ from thunder_cg.step.averages import known_to_be_positive
 from thunder_cg.step.batch import COPY_CONTAINER, Batch
 from thunder_cg.step.calls import Calls, StepCollective
 from thunder_cg.step.facts import ATOMS
-from thunder_cg.step.fixes import change_between, fix_of_change, fix_of_moved
+from thunder_cg.step.fixes import change_between, fix_of_change
 from thunder_cg.step.gradients import ANY, LIKE, THERE, ExpectedGradients, GradientsBefore, GraphGradient, Overwritten
 from thunder_cg.step.heap import known_tensors
 from thunder_cg.step.memory import nbytes
@@ -59,13 +59,9 @@ from thunder_cg.step.storages import KEPT_SHARES, OriginalStorages, ReplacedStor
 _ATTEMPTS = 4  # of a capture, at most: see Note [Numbers that look like addresses] in other_memory.py
 _OWN_REFERENCES = 3  # to an event: of `Calls`, the loop's, the argument's
 _OTHERS = "something else than tensors without a history"
-_IS_OUTSIDE = "an argument is a {} that the step reads from outside as well; " + COPY_CONTAINER
-_SHARES = "an argument shares memory with a tensor that the step reads from outside"
-_IN_TWO_PLACES = (
-    "the step keeps a {0} in two places, or one that was there before, and a replay would make two of it; "
-    "keep a copy, such as {0}(metrics)"
-)
-_IS_GRADIENT = "the step returns or keeps the memory of a gradient, which others may write; clone it"
+_SHARES = SkipReason("an argument shares memory with a tensor that the step reads from outside")
+_IS_GRADIENT = SkipReason("the step returns or keeps the memory of a gradient, which others may write", "clone it")
+_IS_HELD = SkipReason("a gradient of an earlier step is still held, and a replay would overwrite it", "clone it")
 
 
 @dataclass(slots=True, eq=False)
@@ -136,20 +132,17 @@ class StepRecording(RecordingUse):
         """Whether no replay will ever be right, since the graph writes where nothing of the step's is any more."""
         return self.overwritten.are_moved() or self.replaced.is_lost()
 
-    def why_not(self, batch: Batch, carried: Sequence[Tensor], left: Sequence[GraphGradient]) -> str | None:
+    def why_not(self, batch: Batch, carried: Sequence[Tensor], left: Sequence[GraphGradient]) -> SkipReason | None:
         """Why no replay is right now, although the recording is for the call; None if one is.
 
         Args:
             carried: what `carried_in` has returned.
             left: gradients in memory that it uses, and that replays of other recordings have left.
         """
-        problem = _shared(batch, self.state, self.replaced.others(carried), self.memory)
-        problem = problem or self.replaced.why_not(carried)
-        if problem is not None:
-            return problem
-        if self.overwritten.are_held() or any(each.is_held() for each in left):
-            return "a gradient of an earlier step is still held, and a replay would overwrite it; clone it"
-        return None
+        reason = _shared(batch, self.state, self.replaced.others(carried), self.memory)
+        if (reason := reason or self.replaced.why_not(carried)) is not None:
+            return reason
+        return _IS_HELD if self.overwritten.are_held() or any(each.is_held() for each in left) else None
 
     def move_out(self, left: Sequence[GraphGradient]) -> None:
         """Gives those of these gradients other memory that parameters have. `ReplayRefused` if there is none."""
@@ -269,21 +262,23 @@ class _Body:
             self._calls.end()
         for each in self._calls.pending.values():  # on a GPU, its memory would be used again while it runs
             problem = f"a collective is not waited for in the step{each.line}"
-            raise CaptureRefused(f"{problem}; call wait() of what it returns")
+            raise CaptureRefused(problem, "call wait() of what it returns")
         device = self._state.device
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 if not is_plain(leaf):
-                    raise CaptureRefused(f"a result is a {type(leaf).__name__}, not a plain tensor; return a plain one")
+                    raise CaptureRefused(
+                        f"a result is a {type(leaf).__name__}, not a plain tensor", "return a plain one"
+                    )
                 if leaf.device != device or not has_storage(leaf):
                     raise CaptureRefused(
                         f"a result is a {leaf.layout} tensor on {leaf.device}; the graph is on {device}"
                     )
                 if (given := vars(leaf)) and not leaf.requires_grad:  # those of one with a history are dropped
                     problem = f"a result has the attribute {next(iter(given))}"
-                    raise CaptureRefused(f"{problem}, which no replay would give it; return its value")
+                    raise CaptureRefused(f"{problem}, which no replay would give it", "return its value")
             elif not isinstance(leaf, ATOMS):
-                raise CaptureRefused(f"a result is a {type(leaf).__name__}; return tensors")
+                raise CaptureRefused(f"a result is a {type(leaf).__name__}", "return tensors")
         self.structure = structure
         self.addresses = {**self._captured_addresses(backend), **self._calls.communicated}
         left += self._take_appended(lists)
@@ -293,7 +288,7 @@ class _Body:
         self._stay.clear()
         self._refuse_shared_containers(arguments)
         if _storages(leaves[structure.num_leaves :]) & _storages(each.grad for each in self._state.parameters):
-            raise CaptureRefused(_IS_GRADIENT)
+            raise CaptureRefused(*_IS_GRADIENT)
         self.results = _storages(leaves[: structure.num_leaves])
         results = {id(leaf): self._to_leave(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
         return [results.get(id(leaf), leaf) for leaf in leaves]
@@ -301,7 +296,7 @@ class _Body:
     def _refuse_older_graph(self, tensor: Tensor) -> None:
         name = self._state.name_of(tensor)
         problem = f"the backward goes on into the history that {name} has from before the step, where hooks may be"
-        raise CaptureRefused(f"{problem} that are not compared; detach it, or make it in the step")
+        raise CaptureRefused(f"{problem} that are not compared", "detach it, or make it in the step")
 
     def _to_leave(self, tensor: Tensor) -> Tensor:
         """What a replay gives for a tensor: one object for each, since Python may ask whether two are one."""
@@ -349,7 +344,7 @@ class _Body:
                 continue
             if (carried := Carried.of(appended, self._state.device.type)) is None:
                 fix = "detach them, or return them, and append them outside of the step"
-                raise CaptureRefused(f"the step appends {_OTHERS} to {read.label} ({read.line}); {fix}")
+                raise CaptureRefused(f"the step appends {_OTHERS} to {read.label} ({read.line})", fix)
             self._found_or_left += appended
             self.carried.append((partial(_extend, read.get), carried.tree))
             left += carried.tensors
@@ -369,7 +364,9 @@ class _Body:
         seen: set[int] = set()
         for each in _containers([arguments, *self._found_or_left]):
             if id(each) in seen or self._state.has_holder(each):
-                raise CaptureRefused(_IN_TWO_PLACES.format(type(each).__name__))
+                problem = f"the step keeps a {type(each).__name__} in two places, or one that was there before"
+                fix = f"keep a copy, such as {type(each).__name__}(metrics)"
+                raise CaptureRefused(f"{problem}, and a replay would make two of it", fix)
             seen.add(id(each))
         self._found_or_left.clear()
 
@@ -398,7 +395,9 @@ class _Grown:
         has = had = [*value]
         if had and getattr(value, "maxlen", None) is not None:
             if (carried := Carried.of(had, device_type)) is None:
-                raise CaptureRefused(f"{read.label} ({read.line}) has {_OTHERS}; empty it before the step is captured")
+                raise CaptureRefused(
+                    f"{read.label} ({read.line}) has {_OTHERS}", "empty it before the step is captured"
+                )
             has = carried.with_tensors([each.detach() for each in carried.tensors])
             _put_in(value, has)
         return cls(read, value, had, has)
@@ -508,7 +507,8 @@ class StepCapture:
                 snapshot.restore()
                 before.restore()
                 before.release()
-                _put_back(of_others)
+                for parameter, gradient in of_others:
+                    parameter.grad = gradient
                 raise
             finally:
                 self.calls.end()
@@ -538,7 +538,7 @@ class StepCapture:
         assert outputs is not None
         outputs.disown()
         if (moved := state.moved_since(places)) is not None:
-            raise CaptureRefused(f"Python changes in each step: {moved}{state.line_of(moved)}{fix_of_moved(moved)}")
+            raise CaptureRefused(f"Python changes in each step: {moved.problem}", moved.fix)
         touched = self._touched(versions, buffers)
         self._refuse_what_python_did(outside)
         missing = self._what_replays_would_miss()
@@ -589,8 +589,8 @@ class StepCapture:
     def _inputs(self, before: GradientsBefore, storages: OriginalStorages) -> list[Tensor]:
         """The tensors of the batch and those that are carried; `CaptureLater` if they share memory with others."""
         carried, memory = self.state.carried_tensors(), _storages([*self.state.memory, *before.memory])
-        if (problem := _shared(self.batch, self.state, storages.others(carried), memory)) is not None:
-            raise CaptureLater(problem)
+        if (reason := _shared(self.batch, self.state, storages.others(carried), memory)) is not None:
+            raise CaptureLater(*reason)
         return [*self.batch.tensors, *carried]
 
     def _touched(self, versions: Sequence[int], buffers: Sequence[Tensor]) -> list[Tensor]:
@@ -605,12 +605,12 @@ class StepCapture:
         found = (None,) * len(self.batch.tensors)
         for label in compress([*found, *names], has_changed[len(tensors) :]):
             if label is None:
-                raise CaptureRefused("the step writes to an argument; clone it first")
+                raise CaptureRefused("the step writes to an argument", "clone it first")
             fix, line = "make a new one, as in x = x + 1 for x += 1", state.line_of(f"{label} ")
             problem = f"the step writes to the tensor that it finds in {label}{line}, and puts another there"
-            raise CaptureRefused(f"{problem}; {fix}")
+            raise CaptureRefused(problem, fix)
         for line in (self.calls.written[at] for at in map(address_if_any, buffers) if at in self.calls.written):
-            raise CaptureRefused(f"a collective writes to an argument of the step{line}; clone it first")
+            raise CaptureRefused(f"a collective writes to an argument of the step{line}", "clone it first")
         counters = {id(each.n_averaged) for each in state.averages}  # their versions say who else writes to them
         return [each for each, changed in zip(tensors, has_changed) if changed and id(each) not in counters]
 
@@ -622,11 +622,11 @@ class StepCapture:
         """
         state = self.state
         if self.calls.objection is not None:
-            raise CaptureRefused(self.calls.objection)
+            raise CaptureRefused(*self.calls.objection)
         for event, line in self.calls.events.values():
             if sys.getrefcount(event) > _OWN_REFERENCES and is_of_capture(event):
-                problem = f"the step records an event that is used outside of it{line}, and no replay would"
-                raise CaptureRefused(f"{problem}; make it with torch.cuda.Event(external=True)")
+                problem = f"the step records an event that is used outside of it{line}"
+                raise CaptureRefused(f"{problem}, and no replay would", "make it with torch.cuda.Event(external=True)")
         self._refuse_change(outside, states_outside(state.device))
 
     def _what_replays_would_miss(self) -> CaptureRefused | None:
@@ -651,7 +651,7 @@ class StepCapture:
             fix = fix_of_change(change, self.state.facts, {}, in_step=True)
             if not fix:
                 raise CaptureLater(f"{change}, in the step")
-            raise CaptureRefused(f"Python changes in each step: {change}{self.state.line_of(change)}{fix}")
+            raise CaptureRefused(f"Python changes in each step: {change}{self.state.line_of(change)}", fix)
 
     def _held_elsewhere(self) -> list[Tensor]:
         """Tensors that may be in the arena, besides those of the new graph."""
@@ -688,36 +688,33 @@ def _gradients_of_others(state: StepState) -> list[tuple[Tensor, Tensor | None]]
     return [(each, each.grad) for each in found if each.requires_grad or each.grad is not None]
 
 
-def _put_back(gradients: Iterable[tuple[Tensor, Tensor | None]]) -> None:
-    for parameter, gradient in gradients:
-        parameter.grad = gradient
-
-
 def _refuse_gradients(state: StepState) -> None:
     """`CaptureRefused` if one is sparse, or no plain tensor."""
     for parameter in state.parameters:
         gradient = None if parameter.grad is None else local_tensor(parameter.grad)
         if not is_plain(gradient):
-            problem = f"a gradient is a {type(gradient).__name__}, not a plain tensor"
-            raise CaptureRefused(f"{problem}; put a plain one there")
+            raise CaptureRefused(
+                f"a gradient is a {type(gradient).__name__}, not a plain tensor", "put a plain one there"
+            )
         if gradient is not None and not has_storage(gradient):
             problem = f"a gradient is a tensor with the layout {gradient.layout}, which has no address"
-            raise CaptureRefused(f"{problem}; make its module with sparse=False")
+            raise CaptureRefused(problem, "make its module with sparse=False")
 
 
 def _refuse_results(results: frozenset[int], gradients: Sequence[Tensor | None], expected: Sequence[Any]) -> None:
     """`CaptureRefused` if a gradient is among the results, and a later step does not drop it before it adds to it."""
     are_kept = [not (each is ANY or each is THERE) for each in expected]
     if results & _storages(compress(gradients, are_kept)):
-        raise CaptureRefused(_IS_GRADIENT)
+        raise CaptureRefused(*_IS_GRADIENT)
 
 
-def _shared(batch: Batch, state: StepState, carried: Sequence[Tensor], memory: frozenset[int]) -> str | None:
-    """What is, or shares memory with, something else that the step uses, in words."""
+def _shared(batch: Batch, state: StepState, carried: Sequence[Tensor], memory: frozenset[int]) -> SkipReason | None:
+    """What is, or shares memory with, something else that the step uses."""
     if (kept := _storages(carried)) & memory:
         return KEPT_SHARES
     if (same := next(filter(state.has_holder, batch.containers.values()), None)) is not None:
-        return _IS_OUTSIDE.format(type(same).__name__)
+        problem = f"an argument is a {type(same).__name__} that the step reads from outside as well"
+        return SkipReason(problem, COPY_CONTAINER)
     return _SHARES if _storages(batch.tensors) & (memory | kept) else None
 
 

@@ -27,7 +27,7 @@ from thunder_cg.compat.distributed import local_tensor
 from thunder_cg.compat.guards import addresses_equal, attribute_guard, names_of, tensor_guards
 from thunder_cg.compat.settings import inside_autocast
 from thunder_cg.compat.tensors import has_storage, is_wrapper, storage_id, tensors_in
-from thunder_cg.errors import CaptureRefused
+from thunder_cg.errors import CaptureRefused, SkipReason
 from thunder_cg.runtime.tensors import has_history, layout, same_tensors
 from thunder_cg.step.attributes import Attributes, Names, only_sets
 from thunder_cg.step.collector import CONTAINERS, Collector, is_simple
@@ -64,7 +64,7 @@ class StepState:
         parameters: those of them that get gradients, or may have one: frozen ones, what an optimizer has, and those
             that the step names.
         averages: moving averages of models that have been updated once.
-        objection: why no graph would be right, in words; None if one may be.
+        objection: why no graph would be right; None if one may be.
         hooked: the same, if it is a hook or a wrapper of PyTorch's, whose Python may be why something changes.
     """
 
@@ -95,8 +95,8 @@ class StepState:
         self.objects = [*others.objects, *heavy.objects]
         self._growing += self._reads_of_objects()
         self.facts = Facts.of(simple.facts, others.facts, heavy.facts, self._facts_of_growing())
-        self.hooked = self._said(*simple.hooked, *others.hooked, *heavy.hooked)
-        self.objection = self.hooked or self._said(*simple.objections, *others.objections, *heavy.objections)
+        self.hooked = self._first(*simple.hooked, *others.hooked, *heavy.hooked)
+        self.objection = self.hooked or self._first(*simple.objections, *others.objections, *heavy.objections)
         self.tensors = [*{**simple.tensors, **others.tensors, **heavy.tensors}.values()]
         self.memory = [*map(local_tensor, self.tensors)]
         self.with_memory = [*{id(tensor): tensor for tensor in (*self.tensors, *self.memory)}.values()]
@@ -136,20 +136,20 @@ class StepState:
 
     def _reads_of_objects(self) -> list[Read]:
         """Lists and numbers of objects that the step passes on, to which functions only append or add."""
-        found: list[Read] = []
+        reads: list[Read] = []
         objects, attributes = {*map(id, self.objects)}, self.attributes
         if attributes is None:
-            return found
+            return reads
         for value, name in attributes.grows.values():
             if id(value) not in objects or name in self._names.get(type(value), (name,)):
                 continue
             label, get = f"{type(value).__name__}.{name}", partial(own, value, name)
             read = Read(label, get, path=(value, (name,)), only_grows=True)
             if _grows(read, get()):
-                found.append(read)
+                reads.append(read)
             else:
                 attributes.add(type(value), name)
-        return found
+        return reads
 
     def _is_carried(self, read: Read, value: Any, collector: Collector) -> bool:
         """Whether what a name leads to is carried, which is checked by itself."""
@@ -220,7 +220,8 @@ class StepState:
         collector.add_definitions()
         for name, hooks in global_hooks():
             collector.facts[name] = len(hooks)
-            collector.hooked += [f"{name}: PyTorch has a hook for all of them, which runs Python"] * bool(hooks)
+            if hooks:
+                collector.hooked.append(SkipReason(f"{name}: PyTorch has a hook for all of them, which runs Python"))
         return collector
 
     def guard_tensors(self, arguments: Sequence[Tensor]) -> None:
@@ -237,10 +238,10 @@ class StepState:
             if is_wrapper(tensor) or not (isinstance(tensor, nn.Parameter) or kind in (Tensor, nn.Buffer)):
                 raise CaptureRefused(f"the step uses a {kind.__name__}, which is no plain tensor")
             if tensor.is_nested:
-                raise CaptureRefused("the step uses a nested tensor, which has no shape; pad it")
+                raise CaptureRefused("the step uses a nested tensor, which has no shape", "pad it")
             if tensor.is_inference():
                 problem = "the step uses a tensor made in inference mode, which does not show who writes to it"
-                raise CaptureRefused(f"{problem}; clone it outside of inference mode, or make it in no_grad()")
+                raise CaptureRefused(problem, "clone it outside of inference mode, or make it in no_grad()")
             if not has_storage(tensor):
                 raise CaptureRefused(f"the step uses a tensor with the layout {tensor.layout}, which has no address")
         self._metadata = tensor_guards(self.with_memory)
@@ -300,13 +301,12 @@ class StepState:
         self._hooks_registered = registered_hooks()
         return True
 
-    def _said(self, *objections: str) -> str | None:
+    def _first(self, *objections: SkipReason) -> SkipReason | None:
         """The first one, with the line of the user's code that names what it is about."""
         if not objections:
             return None
-        problem, *fix = objections[0].split("; ", 1)
-        line = "" if re.search(r":\d", problem) else self.line_of(problem)
-        return "; ".join((problem + line, *fix))
+        problem, fix = objections[0]
+        return SkipReason(problem if re.search(r":\d", problem) else problem + self.line_of(problem), fix)
 
     def line_of(self, change: str) -> str:
         """The line of the user's code that names what a change is of: " (see train.py:31)"; "" if none is known.
@@ -315,13 +315,13 @@ class StepState:
         """
         label = subject(change)
         named = [each for each in self._lines if re.match(rf"{re.escape(each.name)}\W", label)]
-        if not named or not (found := max(named, key=lambda each: len(each.name))).line:
+        if not named or not (longest := max(named, key=lambda each: len(each.name))).line:
             return ""
-        same = [each for each in self._lines if each.container is not None and each.container == found.container]
+        same = [each for each in self._lines if each.container is not None and each.container == longest.container]
         grown = next((each.line for each in same if each.grows), None)
         other = next((each.line for each in same if not each.grows), None)
         if grown is None or other is None:
-            lines = list(dict.fromkeys(each.line for each in same or [found]))
+            lines = list(dict.fromkeys(each.line for each in same or [longest]))
             return f" (see {' and '.join(lines[:_MOST_LINES])})"
         return f" (see {grown}, and {other}, which reads it: a graph can append to a list that the step does not read)"
 
@@ -351,15 +351,18 @@ class StepState:
         """Where each is, and how it is laid out."""
         return [place_of(t) if has_storage(t) and not t.is_nested else None for t in self.memory]
 
-    def moved_since(self, places: Sequence[Any], *, may_move: bool = False) -> str | None:
-        """What is said of the first tensor that is not where it was; None if all are.
+    def moved_since(self, places: Sequence[Any], *, may_move: bool = False) -> SkipReason | None:
+        """What is said of the first tensor that is not where it was, with the fix; None if all are.
 
         Args:
             may_move: whether one may be elsewhere, and laid out alike: see Note [Replaced storages] in storages.py.
         """
         for tensor, then, now in zip(self.tensors, places, self.places_of_tensors()):
             if now != then and not (may_move and _is_alike(tensor, then, now)):
-                return f"{self.name_of(tensor)} got other memory or another shape"
+                name = self.name_of(tensor)
+                problem = f"{name} got other memory or another shape"
+                fix = f"write {name} in place, such as by .data.copy_(), or set it outside of the step"
+                return SkipReason(problem + self.line_of(problem), fix)
         return None
 
     def carried_values(self) -> list[Carried]:
@@ -467,7 +470,7 @@ def newly_carried(before: StepState, after: StepState, places: Sequence[Any]) ->
     Args:
         places: of the state's tensors before. One that got other memory may share that with what is carried.
     """
-    found: dict[str, Place] = {}
+    carried_at: dict[str, Place] = {}
     same = [
         fact.value for label, fact in before.facts.items() if isinstance(fact, Same) and after.facts.get(label) == fact
     ]
@@ -484,9 +487,9 @@ def newly_carried(before: StepState, after: StepState, places: Sequence[Any]) ->
             if value is was or carried is None or not any(each is now.value for each in tensors_in(value)):
                 continue
             if layout(then.value) == layout(now.value) and not any(storage_id(t) in memory for t in carried.tensors):
-                found[label] = place
+                carried_at[label] = place
             break
-    return found
+    return carried_at
 
 
 def _may_get_gradient(tensor: Tensor, may: bool) -> bool:

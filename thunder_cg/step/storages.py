@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor, UntypedStorage
 
 from thunder_cg.compat.tensors import has_storage, holders_of_storage, storage_id, storage_use_count, tensor_use_count
-from thunder_cg.errors import CaptureLater, CaptureRefused
+from thunder_cg.errors import CaptureLater, CaptureRefused, SkipReason
 from thunder_cg.runtime.backend import Backend, Pool
 from thunder_cg.runtime.inputs import CopiedInput, place
 from thunder_cg.runtime.tensors import copy_all, layout, same_tensors
@@ -31,13 +31,17 @@ from thunder_cg.step.other_memory import can_move
 if TYPE_CHECKING:
     from thunder_cg.step.state import StepState
 
-_HELD = (
-    "{} gets other memory in the step, and somebody holds a tensor or the storage of the memory before, which a replay "
-    "would overwrite; hold a clone of it, or write in place, such as by .data.copy_()"
+_KEEPS_BEFORE = "the step keeps or returns the memory that {} had before it got other memory"
+KEPT_SHARES = SkipReason(
+    "a tensor that the step keeps shares memory with another one that it uses", "have it keep a clone"
 )
-_KEEPS_BEFORE = "the step keeps or returns the memory that {} had before it got other memory; clone it"
-KEPT_SHARES = "a tensor that the step keeps shares memory with another one that it uses; have it keep a clone"
-_KEEPS_PART = "the step keeps or returns a part of the memory that {} gets; clone it"
+_KEEPS_PART = "the step keeps or returns a part of the memory that {} gets"
+
+
+def _held(name: str) -> SkipReason:
+    problem = f"{name} gets other memory in the step, and somebody holds a tensor or the storage of the memory before"
+    fix = "hold a clone of it, or write in place, such as by .data.copy_()"
+    return SkipReason(f"{problem}, which a replay would overwrite", fix)
 
 
 def same_places(tensors: Sequence[Tensor], state: Sequence[Tensor]) -> dict[int, int]:
@@ -90,13 +94,13 @@ class ReplacedStorages:
         """Those that have memory of their own."""
         return [each for i, each in enumerate(carried) if i not in self._views] if self._views else carried
 
-    def why_not(self, carried: Sequence[Tensor]) -> str | None:
-        """Why no replay is right now, in words: somebody holds memory that it would overwrite. Not if `is_lost`."""
+    def why_not(self, carried: Sequence[Tensor]) -> SkipReason | None:
+        """Why no replay is right now: somebody holds memory that it would overwrite. Not if `is_lost`."""
         uses = Counter(map(id, carried)) if self._views else {}
         for at, i in self._views.items():
             owned = 2 * uses[id(carried[at])] + 1  # by its places, by the list, and by the call
             if sys.getrefcount(carried[at]) > owned or tensor_use_count(carried[at]) > 1:
-                return _HELD.format(self._names[i])
+                return _held(self._names[i])
         ids = [*map(storage_id, self._tensors)]
         references = map(sys.getrefcount, map(Tensor.untyped_storage, self._tensors))
         counts = [*map(storage_use_count, ids)], [*map(self._backend.storage_uses, ids)], [*references]
@@ -104,7 +108,7 @@ class ReplacedStorages:
             return None
         for name, tensor, at, most in zip(self._names, self._tensors, ids, self._allowed):
             if _holders(tensor.untyped_storage, at, self._backend) > most:
-                return _HELD.format(name)
+                return _held(name)
         self._not_held = counts
         return None
 
@@ -193,14 +197,14 @@ class OriginalStorages:
         pairs = [(tensors[i], original) for i in self._replaced if (original := self._memory[i]) is not None]
         for i, (tensor, original) in zip(self._replaced, pairs):
             if self._holders[i] > 1 + self._viewed[i]:
-                raise CaptureLater(_HELD.format(self._name(i)))
+                raise CaptureLater(*_held(self._name(i)))
             if any(storage_id(each) == storage_id(original) for each in kept):
-                raise CaptureRefused(_KEEPS_BEFORE.format(self._name(i)))
+                raise CaptureRefused(_KEEPS_BEFORE.format(self._name(i)), "clone it")
             made: dict[int, Tensor] = {}
             for at, leaf in enumerate(leaves):
                 if isinstance(leaf, Tensor) and leaf is not tensor and storage_id(leaf) == storage_id(tensor):
                     if place_of(leaf) != place_of(tensor):
-                        raise CaptureRefused(_KEEPS_PART.format(self._name(i)))
+                        raise CaptureRefused(_KEEPS_PART.format(self._name(i)), "clone it")
                     leaves[at] = made.setdefault(id(leaf), original.detach())
         copy_all([original for _, original in pairs], [tensor for tensor, _ in pairs])
         for tensor, original in pairs:
@@ -210,7 +214,7 @@ class OriginalStorages:
         """Those that the step has given other memory. `CaptureRefused` if it carries what has that of another one."""
         names, at = [*map(self._name, self._replaced)], {i: new for new, i in enumerate(self._replaced)}
         if not at.keys() >= {*self.views.values()}:
-            raise CaptureRefused(KEPT_SHARES)
+            raise CaptureRefused(*KEPT_SHARES)
         holders = [1 + self._viewed[i] for i in self._replaced]
         views = {position: at[i] for position, i in self.views.items()}
         tensors = [self._state.memory[i] for i in self._replaced]

@@ -1,4 +1,4 @@
-"""Notices whether anything was written to that facts were collected from.
+"""Notices writes to what facts were collected from.
 
 So facts are collected again only then: see Note [Cheap checks of a state] in state.py.
 

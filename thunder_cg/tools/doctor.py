@@ -151,8 +151,8 @@ def _fix_of(name: str, value: str) -> str:
         return "unset it: graphs need the private pools of the caching allocator"
     if name == "CUDA_LAUNCH_BLOCKING" and value != "0":
         return "unset it: the host waits for each launch"
-    if (problem := capture_problem_of_settings()) is not None and problem[0].startswith(f"{name}="):
-        return f"{problem[1]}: {problem[0]}"
+    if (reason := capture_problem_of_settings()) is not None and reason.problem.startswith(f"{name}="):
+        return f"{reason.fix}: {reason.problem}"
     if (name, value) == setting_of_nccl("ASYNC_ERROR_HANDLING") and value == "0":
         return "unset it: a process whose collectives in a graph never end goes on"
     return ""

@@ -12,6 +12,7 @@ import torch
 
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.ops import Op, Ops
+from thunder_cg.errors import SkipReason
 from thunder_cg.runtime.backend import Backend, Pool
 from thunder_cg.runtime.failures import sentence
 from thunder_cg.runtime.inputs import MakeBuffers
@@ -31,16 +32,13 @@ class Disagreement:
     where: str = ""  # the op's line in the user's source
 
     @property
-    def problem(self) -> str:
-        first = f"; the first value that differs is made by {self.op.name} {self.where}" if self.op else ""
-        return f"its graph disagrees with its ops: {self.difference}{first}"
-
-    @property
-    def fix(self) -> str:
-        """What keeps the rest of the region captured."""
+    def reason(self) -> SkipReason:
+        """Why the region runs eagerly, and what keeps the rest of it captured."""
+        problem = f"its graph disagrees with its ops: {self.difference}"
         if self.op is None:
-            return "find the operator to leave eager with deny=[...]"
-        return f"leave the operator eager with deny=[{self.op.deny_name!r}]"
+            return SkipReason(problem, "find the operator to leave eager with deny=[...]")
+        first = f"; the first value that differs is made by {self.op.name} {self.where}"
+        return SkipReason(problem + first, f"leave the operator eager with deny=[{self.op.deny_name!r}]")
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,14 +46,14 @@ def positions(meta: Callable[..., Any] | None, name: str) -> Mapping[str, int]:
         meta: the symbol's meta function, whose signature is looked at.
         name: the last part of the operator's name, such as ``"dropout"``.
     """
-    found: dict[str, int] = {}
+    places: dict[str, int] = {}
     for function in (getattr(torch.nn.functional, name, None), meta):
         try:
             parameters = inspect.signature(function)  # type: ignore[arg-type]
         except (TypeError, ValueError):  # there is no function, or a builtin one
             continue
-        found |= {parameter: i for i, parameter in enumerate(parameters.parameters)}
-    return {**found, **_POSITIONS.get(name, {})}
+        places |= {parameter: i for i, parameter in enumerate(parameters.parameters)}
+    return {**places, **_POSITIONS.get(name, {})}
 
 
 def _tensors_in(tree: Any) -> Iterator[TensorArgument]:

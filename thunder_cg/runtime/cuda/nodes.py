@@ -77,20 +77,20 @@ def addresses(graph: Any) -> dict[int, str]:
         for each number the name of an operation that got it.
     """
     kinds = cuda.driver.CUgraphNodeType
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     for node, kind in nodes(graph):
         if kind == kinds.CU_GRAPH_NODE_TYPE_KERNEL:
             parameters = check(cuda.driver.cuGraphKernelNodeGetParams(node))
             name = cuda.kernel_name(parameters.func)
             for argument in _arguments(parameters):
                 words = memoryview(argument)[: len(argument) // 8 * 8].cast("B").cast("Q")
-                found |= dict.fromkeys(words, name)
+                names |= dict.fromkeys(words, name)
         elif kind == kinds.CU_GRAPH_NODE_TYPE_MEMCPY:
             copy = check(cuda.driver.cuGraphMemcpyNodeGetParams(node))
-            found |= dict.fromkeys((int(copy.srcDevice), int(copy.dstDevice)), "a copy")
+            names |= dict.fromkeys((int(copy.srcDevice), int(copy.dstDevice)), "a copy")
         elif kind == kinds.CU_GRAPH_NODE_TYPE_MEMSET:
-            found[int(check(cuda.driver.cuGraphMemsetNodeGetParams(node)).dst)] = "a fill"
-    return found
+            names[int(check(cuda.driver.cuGraphMemsetNodeGetParams(node)).dst)] = "a fill"
+    return names
 
 
 class KernelScalars:

@@ -11,22 +11,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
 
 from thunder_cg.compat import distributed
 from thunder_cg.compat.distributed import ProcessGroup
+from thunder_cg.errors import RanksDiffer
 from thunder_cg.runtime.ranks.agreement import Round
 from thunder_cg.runtime.ranks.groups import common_counters, counters, state_of
 from thunder_cg.runtime.skip_reasons import GROUP_IS_GONE
 
 _runs_a_step = threading.RLock()
-
-
-class Objection(NamedTuple):
-    """Why no graph of a step is to hold what it communicates, with the fix."""
-
-    why: str
-    may_pass: bool = False  # whether another thread may have done it
 
 
 class StepCall:
@@ -38,13 +31,13 @@ class StepCall:
 
     Attributes:
         groups: oldest first.
-        objection: to a graph of the step that holds that.
+        objection: to a graph of the step that holds that. It may pass if another thread may have communicated.
     """
 
     def __init__(self, device_type: str = "", issued: Sequence[tuple[ProcessGroup, Mapping[str, int]]] = ()) -> None:
         self._device_type, self._issued = device_type, issued
         self.groups: list[ProcessGroup] = []
-        self.objection: Objection | None = None
+        self.objection: RanksDiffer | None = None
 
     def look(self) -> None:
         """Finds what it has communicated in by now."""
@@ -74,7 +67,7 @@ def call_of_step(device_type: str, votes: Round | None = None, *, is_capture: bo
     if not _runs_a_step.acquire(blocking=False):
         yield (call := StepCall())
         problem = "another thread runs a step, so it is not known what this one communicates"
-        call.objection = Objection(problem, may_pass=True)
+        call.objection = RanksDiffer(problem, may_pass=True)
         return
     call = StepCall(device_type, [(group, distributed.progress(group)) for group in groups])
     try:
@@ -93,15 +86,15 @@ def call_of_step(device_type: str, votes: Round | None = None, *, is_capture: bo
         _runs_a_step.release()
 
 
-def _objection(group: ProcessGroup, kinds: Set[str], device_type: str) -> Objection | None:
+def _objection(group: ProcessGroup, kinds: Set[str], device_type: str) -> RanksDiffer | None:
     """That to what has been communicated in a group, on these kinds of devices."""
     if state_of(group).is_closed:
-        return Objection(GROUP_IS_GONE.problem)
+        return RanksDiffer(*GROUP_IS_GONE, may_pass=False)
     if state_of(group).keep_eager:
         problem = 'a module that communicates in the same group was compiled with capture_collectives="never"'
-        return Objection(f"{problem}; compile it without that option")
+        return RanksDiffer(problem, "compile it without that option", may_pass=False)
     if "cpu" in kinds and device_type != "cpu":  # as gloo does, on behalf of a GPU, too
         problem = f"it communicates on the CPU, and its graph is on {device_type}"
-        return Objection(f"{problem}; do that outside of the step", may_pass=True)
+        return RanksDiffer(problem, "do that outside of the step", may_pass=True)
     found = distributed.capture_problem(group, device_type)
-    return None if found is None else Objection("; ".join(found))
+    return None if found is None else RanksDiffer(*found, may_pass=False)

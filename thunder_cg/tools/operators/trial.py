@@ -291,7 +291,8 @@ def _add_program(program: Program, trial: CaptureTrial) -> None:
     inside: set[int] = set()
     for region in program.regions:
         if region.failure is not None:
-            trial.failure = trial.failure or (_blamed(region.failure, ops, region.planned.ops), region.failure)
+            problem = region.failure.problem
+            trial.failure = trial.failure or (_blamed(problem, ops, region.planned.ops), problem)
         elif not program.counts.calls:  # an unused backward: the forward returned its argument
             continue
         elif region.stats.replays < DRAWS - 1:
@@ -334,8 +335,8 @@ def _key(op: Op) -> Key:
     return executor, id_ if id_ is not None else "fusion"
 
 
-def _blamed(failure: str, ops: Sequence[Op], indices: Sequence[int]) -> Key | None:
+def _blamed(problem: str, ops: Sequence[Op], indices: Sequence[int]) -> Key | None:
     for index in indices:
-        if failure.startswith(f"{ops[index].name} at "):
+        if problem.startswith(f"{ops[index].name} at "):
             return _key(ops[index])
     return None
