@@ -148,13 +148,14 @@ class CaptureStream:
     def take(cls, index: int) -> CaptureStream:
         """The one of this thread and the current stream; one that nobody uses, if there is none.
 
-        A backward, which runs on a thread of autograd's, has one of whoever uses the current stream.
+        A backward runs on a thread of autograd's, and has the one of the thread that uses the current stream, if only
+        one does. Several could wait for each other.
         """
         with cls._lock:
             thread, raw = threading.get_ident(), cuda.current_raw_stream(index)
             here = [each for each in cls._all if each.index == index]
             used = [each for each in here if each._users and each.order.last_raw == raw]
-            if not in_backward():
+            if not in_backward() or len({each._made_by for each in used}) > 1:
                 used = [each for each in used if each._made_by == thread]
             stream = next(iter(used), None) or next((each for each in here if not each._users), None)
             if stream is None:
