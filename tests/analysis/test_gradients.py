@@ -258,6 +258,21 @@ def test_gradients_of_different_shapes_that_meet(name):
     assert torch.allclose(mine[2].grad, others[2].grad, atol=1e-5) == right
 
 
+@pytest.mark.parametrize("name", [name for name, (_, right) in SCALARS.items() if not right])
+def test_our_thunderfx_sums_them(name):
+    fn, _ = SCALARS[name]
+    args = torch.randn(3, 3), torch.randn(3), torch.randn(())
+    graphed = thunderfx(fn, backend="tape")
+    for _ in range(3):
+        mine, others = ([arg.clone().requires_grad_() for arg in args] for _ in range(2))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", WrongGradientWarning)
+            graphed(*mine).backward()
+        fn(*others).backward()
+        for one, other in zip(mine, others):
+            torch.testing.assert_close(one.grad, other.grad)
+
+
 def test_nothing_is_said_where_no_gradient_is_wanted():
     fn, _ = WRONG["slice, add"]
     graphed = thunder.jit(fn, transforms=[cudagraph_transform(backend="tape")])
