@@ -1404,6 +1404,23 @@ def test_writes_without_a_gradient_that_thunder_cannot_differentiate(backend, de
     assert one_region_each_way(trains_alike(Around(fn).to(device), lambda: torch.randn(4, 8, device=device), backend))
 
 
+class Averages(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.ones(8))
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.mean.lerp_(y.detach().mean(0), 0.1)
+        return (y - self.mean).square()
+
+
+def test_a_buffer_that_is_written_by_what_thunder_cannot_differentiate(backend, device):
+    model = Averages().to(device)
+    assert one_region_each_way(trains_alike(model, lambda: torch.randn(4, 8, device=device), backend, 1e-5))
+
+
 def _copy_(y, x):
     y[:, :2].copy_(x[:, 2:4])
     y[:, 2:4].copy_(x[:, :2] * 3)
