@@ -9,6 +9,7 @@ import thunder
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from thunder_cg import WrongGradientWarning, cudagraph_transform, thunderfx
 
@@ -258,9 +259,16 @@ def test_gradients_of_different_shapes_that_meet(name):
     assert torch.allclose(mine[2].grad, others[2].grad, atol=1e-5) == right
 
 
-@pytest.mark.parametrize("name", [name for name, (_, right) in SCALARS.items() if not right])
+def checkpointed(x, v, s):
+    return checkpoint(lambda x, s: torch.tanh(x) * s, x, s, use_reentrant=False).sum() + s.exp()
+
+
+UNSUMMED = {name: fn for name, (fn, right) in SCALARS.items() if not right} | {"checkpointed": checkpointed}
+
+
+@pytest.mark.parametrize("name", UNSUMMED)
 def test_our_thunderfx_sums_them(name):
-    fn, _ = SCALARS[name]
+    fn = UNSUMMED[name]
     args = torch.randn(3, 3), torch.randn(3), torch.randn(())
     graphed = thunderfx(fn, backend="tape")
     for _ in range(3):

@@ -141,7 +141,7 @@ def _objections(graph: Graph, options: dict[str, Any]) -> Callable[[Node], str |
                 return "writes in place through a view, whose gradient Thunder loses" + _OUT_OF_PLACE
         if _is_unsummed(node, is_tracked=is_tracked):
             return "returns a 0-dim tensor on the CPU, whose gradient Thunder does not sum" + _WITH_DIMENSION
-        if is_tracked and _meets_other_gradients(node):
+        if node.name not in untracked and _meets_other_gradients(node):
             problem = "combines a 0-dim tensor on the CPU with a larger one, and Thunder adds its gradient to others"
             return problem + _WITH_DIMENSION
         function = fallback_of(node)
@@ -318,8 +318,9 @@ def _meets_other_gradients(node: Node) -> bool:
     """Whether a node combines a 0-dim tensor on the CPU with a larger one, and that has gradients of other shapes from
     elsewhere: see Note [Gradients of CPU scalars] in analysis/gradients.py."""
     scalars = [each for each in node.all_input_nodes if _is_cpu_scalar(example(each)) and requires_grad(example(each))]
-    shape = _gradient_shape(node) if scalars else _SCALAR
-    return shape != _SCALAR and any({*map(_gradient_shape, scalar.users)} - {shape, None} for scalar in scalars)
+    shape = _gradient_shape(node) if scalars else None
+    is_larger = shape not in (None, _SCALAR)
+    return is_larger and any({*map(_gradient_shape, scalar.users)} - {shape, None} for scalar in scalars)
 
 
 _SCALAR = "[]"
