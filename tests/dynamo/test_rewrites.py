@@ -1421,6 +1421,29 @@ def test_a_buffer_that_is_written_by_what_thunder_cannot_differentiate(backend, 
     assert one_region_each_way(trains_alike(model, lambda: torch.randn(4, 8, device=device), backend, 1e-5))
 
 
+class Momentum(nn.Module):
+    """As in MoCo, whose second encoder follows the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.follower = nn.Parameter(torch.zeros(8), requires_grad=False)
+
+    def forward(self, x):
+        before = self.follower * x
+        with torch.no_grad():
+            self.follower.data = self.follower.data * 0.5 + self.weight.data
+        return self.weight * self.follower + before
+
+
+def test_other_memory_for_a_parameter(backend, device):
+    """Inductor loses it where it compiles a part of a graph alone."""
+    model = Momentum().to(device)
+    graphed = trains_alike(model, lambda: torch.randn(4, 8, device=device), backend)
+    assert model.follower[0] == 2 - 0.5**3
+    assert "write x.data.copy_(y)" in str(explain(graphed))
+
+
 def _copy_(y, x):
     y[:, :2].copy_(x[:, 2:4])
     y[:, 2:4].copy_(x[:, :2] * 3)

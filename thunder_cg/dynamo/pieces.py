@@ -45,7 +45,7 @@ from thunder_cg.compat.tensors import autograd_base, has_storage, is_wrapper, sh
 from thunder_cg.compat.thunder import call_untraced, outside_of_autograd, symbol_of_function, with_derivative
 from thunder_cg.dynamo.layouts import is_refused_lstm
 from thunder_cg.dynamo.operators import executor, in_layout
-from thunder_cg.dynamo.writes import requires_grad, shares_memory, written_by
+from thunder_cg.dynamo.writes import replaces_memory, requires_grad, shares_memory, written_by
 
 _numbers = count()
 _SYMBOLIC = 'with cache="symbolic values", a trace is for several sizes, and such an operator for one; leave it out'
@@ -134,6 +134,8 @@ def _as_operator(nodes: Sequence[Node], for_all: str | None) -> tuple[Callable[.
     values, made = [*map(example, taken)], [*map(example, results)]
     if (modes := modes_of(nodes)) is None:
         raise StaysApart("one part of it is under torch.no_grad or torch.autocast, another is not; put all there")
+    if any(map(replaces_memory, nodes)):
+        raise StaysApart("it gives a tensor other memory, which no graph has; write x.data.copy_(y) for x.data = y")
     if not made:
         raise StaysApart("nothing in the graph takes what it computes")
     for node in taken:
