@@ -1421,6 +1421,20 @@ def test_a_buffer_that_is_written_by_what_thunder_cannot_differentiate(backend, 
     assert one_region_each_way(trains_alike(model, lambda: torch.randn(4, 8, device=device), backend, 1e-5))
 
 
+def test_inference_mode_inside(backend, device):
+    """Thunder enters it while it traces, and stays there."""
+
+    def fn(x):
+        with torch.inference_mode():
+            scale = x.abs().mean()[None]
+            with torch.inference_mode(False):
+                scale = scale * 2
+        return x * scale.clone()
+
+    graphed = trains_alike(Around(fn).to(device), lambda: torch.randn(4, 8, device=device), backend, 1e-6)
+    assert one_region_each_way(graphed) and not torch.is_inference_mode_enabled()
+
+
 class Momentum(nn.Module):
     """As in MoCo, whose second encoder follows the first."""
 
