@@ -27,6 +27,7 @@ Every test compares with uncaptured Thunder, bit for bit.
 | parts of one tensor are taken for the same part               | test_parts_of_one_tensor_as_arguments  |
 | a view of another dtype, or a conjugated one, is taken for it   | test_views_of_another_kind_as_arguments |
 | arguments that overlap are read one for the other             | test_overlapping_arguments_read        |
+| a gradient goes to a detached argument of the same memory     | test_detached_arguments                |
 | a parameter is read before an argument is written             | test_arguments_that_overlap_parameters |
 | a view of an argument is taken for one of a parameter         | test_views_that_overlap_parameters     |
 | buffers are updated more than once a call                     | test_batchnorm_statistics              |
@@ -544,6 +545,32 @@ def test_views_of_another_kind_as_arguments(transform, device):
             jfn(x, y)
         with pytest.raises(SharedMemoryError, match="two arguments overlap"):
             swapped(y, x)
+
+
+def test_detached_arguments(transform, device):
+    """Thunder alone reads the first in the place of the other, whose gradient is lost: this compares with PyTorch."""
+
+    def fn(value, loss, average):
+        average.mul_(0.9).add_(value, alpha=0.1)
+        return loss * 2
+
+    def overwritten(value, loss):
+        value.mul_(2)
+        return loss * 2
+
+    jfn, joverwritten = (thunder.jit(each, transforms=[transform()]) for each in (fn, overwritten))
+    averages = [torch.ones(1, device=device) for _ in range(2)]
+    for _ in range(CALLS):
+        x, gradients = torch.randn(4, device=device, requires_grad=True), []
+        for each, average in zip((jfn, fn), averages):
+            loss = x.square().mean(0, keepdim=True)
+            gradients += torch.autograd.grad(each(loss.detach(), loss, average).sum(), x)
+        same(*gradients)
+        same(*averages)
+    with pytest.raises(SharedMemoryError, match="with a gradient"):
+        joverwritten(loss.detach(), loss)
+    with torch.no_grad():
+        same(joverwritten(loss.detach(), loss), loss * 2)
 
 
 @pytest.mark.parametrize(

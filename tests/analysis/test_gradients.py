@@ -9,6 +9,7 @@ import thunder
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from thunder_cg import WrongGradientWarning, cudagraph_transform, thunderfx
 
@@ -256,6 +257,28 @@ def test_gradients_of_different_shapes_that_meet(name):
     assert any(NOT_SUMMED in str(each.message) for each in said) == (not right)
     fn(*others).backward()
     assert torch.allclose(mine[2].grad, others[2].grad, atol=1e-5) == right
+
+
+def checkpointed(x, v, s):
+    return checkpoint(lambda x, s: torch.tanh(x) * s, x, s, use_reentrant=False).sum() + s.exp()
+
+
+UNSUMMED = {name: fn for name, (fn, right) in SCALARS.items() if not right} | {"checkpointed": checkpointed}
+
+
+@pytest.mark.parametrize("name", UNSUMMED)
+def test_our_thunderfx_sums_them(name):
+    fn = UNSUMMED[name]
+    args = torch.randn(3, 3), torch.randn(3), torch.randn(())
+    graphed = thunderfx(fn, backend="tape")
+    for _ in range(3):
+        mine, others = ([arg.clone().requires_grad_() for arg in args] for _ in range(2))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", WrongGradientWarning)
+            graphed(*mine).backward()
+        fn(*others).backward()
+        for one, other in zip(mine, others):
+            torch.testing.assert_close(one.grad, other.grad)
 
 
 def test_nothing_is_said_where_no_gradient_is_wanted():

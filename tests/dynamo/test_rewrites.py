@@ -1404,6 +1404,60 @@ def test_writes_without_a_gradient_that_thunder_cannot_differentiate(backend, de
     assert one_region_each_way(trains_alike(Around(fn).to(device), lambda: torch.randn(4, 8, device=device), backend))
 
 
+class Averages(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.ones(8))
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.mean.lerp_(y.detach().mean(0), 0.1)
+        return (y - self.mean).square()
+
+
+def test_a_buffer_that_is_written_by_what_thunder_cannot_differentiate(backend, device):
+    model = Averages().to(device)
+    assert one_region_each_way(trains_alike(model, lambda: torch.randn(4, 8, device=device), backend, 1e-5))
+
+
+def test_inference_mode_inside(backend, device):
+    """Thunder enters it while it traces, and stays there."""
+
+    def fn(x):
+        with torch.inference_mode():
+            scale = x.abs().mean()[None]
+            with torch.inference_mode(False):
+                scale = scale * 2
+        return x * scale.clone()
+
+    graphed = trains_alike(Around(fn).to(device), lambda: torch.randn(4, 8, device=device), backend, 1e-6)
+    assert one_region_each_way(graphed) and not torch.is_inference_mode_enabled()
+
+
+class Momentum(nn.Module):
+    """As in MoCo, whose second encoder follows the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.follower = nn.Parameter(torch.zeros(8), requires_grad=False)
+
+    def forward(self, x):
+        before = self.follower * x
+        with torch.no_grad():
+            self.follower.data = self.follower.data * 0.5 + self.weight.data
+        return self.weight * self.follower + before
+
+
+def test_other_memory_for_a_parameter(backend, device):
+    """Inductor loses it where it compiles a part of a graph alone."""
+    model = Momentum().to(device)
+    graphed = trains_alike(model, lambda: torch.randn(4, 8, device=device), backend)
+    assert model.follower[0] == 2 - 0.5**3
+    assert "write x.data.copy_(y)" in str(explain(graphed))
+
+
 def _copy_(y, x):
     y[:, :2].copy_(x[:, 2:4])
     y[:, 2:4].copy_(x[:, :2] * 3)

@@ -302,7 +302,7 @@ def _added_before_they_are_summed(ops: Ops, tracked: Collection[str]) -> Iterato
             comes: set[tuple[Any, ...]] = set()
             for name in outputs:
                 shape = proxy_shape(ops.values[name].proxy)
-                is_summed = len(prim.inputs) == 1  # as the gradient of a broadcast
+                is_summed = len(prim.inputs) == 1 or not _is_prim(prim)  # as the gradient of a broadcast, or PyTorch's
                 comes |= shapes[name] if _is_cpu_scalar(ops.values[name]) else {() if is_summed else shape}
             for name in prim.inputs if outputs else ():
                 is_new = not comes <= shapes.setdefault(name, set())
@@ -326,7 +326,7 @@ def _follow(op: Op, ops: Ops, tracked: set[str], reduced: set[str]) -> bool:
         tracked.update(outputs)
         values = [ops.values[name] for name in (*prim.inputs, *outputs)]
         shapes = {proxy_shape(value.proxy) for value in values if value.kind == "tensor"}
-        is_mixed = len(shapes) == 2 and () in shapes and len(prim.inputs) > 1
+        is_mixed = len(shapes) == 2 and () in shapes and len(prim.inputs) > 1 and _is_prim(prim)
         is_unsummed = is_unsummed or (is_mixed and not reduced.isdisjoint(read))
         is_reduced = any(name in reduced or proxy_shape(ops.values[name].proxy) for name in read)
         reduced.update(name for name in outputs if is_reduced and _is_cpu_scalar(ops.values[name]))

@@ -367,6 +367,27 @@ def without_gradient(graph: Graph) -> frozenset[str]:
     return frozenset(names)
 
 
+def compute_without_inference_mode(graph: Graph) -> None:
+    """Writes ``torch.inference_mode`` as ``torch.no_grad``: Thunder enters it while it traces, and stays there."""
+    enabled, before = torch.is_grad_enabled(), dict[Node, bool]()
+    for node in [*graph.nodes]:
+        if node.target is torch._C._set_grad_enabled:
+            enabled = node.args[0]
+        if node.target is torch.autograd.grad_mode._enter_inference_mode:
+            before[node], mode = enabled, not node.args[0]
+        elif node.target is torch.autograd.grad_mode._exit_inference_mode:
+            mode = before[node.args[0]]
+        else:
+            continue
+        enabled = mode
+        with graph.inserting_before(node):
+            graph.call_function(torch._C._set_grad_enabled, (mode,))
+        if node not in before:
+            graph.erase_node(node)
+    for node in before:
+        graph.erase_node(node)
+
+
 def checkpoints(graph: Graph) -> list[Node]:
     """The calls of checkpointed functions, whose graphs are submodules."""
     return [*graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint)]

@@ -26,7 +26,7 @@ from thunder_cg.compat.dynamo import (
     users_names,
 )
 from thunder_cg.compat.dynamo_scope import TensorifyScalarRestartAnalysis
-from thunder_cg.compat.fx import is_collective
+from thunder_cg.compat.fx import compute_without_inference_mode, is_collective
 from thunder_cg.compat.lines import is_torchs
 from thunder_cg.compat.operators import library_names
 from thunder_cg.compat.splitter import keeping_fallbacks
@@ -83,6 +83,7 @@ class Compiler(ThunderCompiler):
         """
         only_views = makes_only_views(module.graph)
         names, of_graph = users_names(module.graph, self.parameters), inputs_of(module.graph, self.inputs.values())
+        compute_without_inference_mode(module.graph)
         as_it_was = copied(module)
         try:
             specialize_floats(module)

@@ -143,6 +143,9 @@ def _objections(graph: Graph, options: dict[str, Any]) -> Callable[[Node], SkipR
                 return SkipReason("writes in place through a view, whose gradient Thunder loses", _OUT_OF_PLACE)
         if _is_unsummed(node, is_tracked=is_tracked):
             return SkipReason("returns a 0-dim tensor on the CPU, whose gradient Thunder does not sum", _WITH_DIMENSION)
+        if node.name not in untracked and _meets_other_gradients(node):
+            problem = "combines a 0-dim tensor on the CPU with a larger one, and Thunder adds its gradient to others"
+            return SkipReason(problem, _WITH_DIMENSION)
         function = fallback_of(node)
         if function is not None and shares_memory(lost_views, result):
             return SkipReason(
@@ -303,7 +306,7 @@ def _is_unsummed(node: Node, *, is_tracked: bool) -> bool:
     gradient, which it also does for what comes from `detach`: see Note [Gradients of CPU scalars] in
     analysis/gradients.py."""
     result = example(node)
-    if not (isinstance(result, torch.Tensor) and result.dim() == 0 and result.device.type == "cpu"):
+    if not _is_cpu_scalar(result):
         return False
     if not any(tensor.dim() for user in node.users for tensor in tensors_in([example(user)])):
         return False
@@ -317,12 +320,35 @@ def _is_unsummed(node: Node, *, is_tracked: bool) -> bool:
     return False
 
 
+def _meets_other_gradients(node: Node) -> bool:
+    """Whether a node combines a 0-dim tensor on the CPU with a larger one, and that has gradients of other shapes from
+    elsewhere: see Note [Gradients of CPU scalars] in analysis/gradients.py."""
+    scalars = [each for each in node.all_input_nodes if _is_cpu_scalar(example(each)) and requires_grad(example(each))]
+    shape = _gradient_shape(node) if scalars else None
+    is_larger = shape not in (None, _SCALAR)
+    return is_larger and any({*map(_gradient_shape, scalar.users)} - {shape, None} for scalar in scalars)
+
+
+_SCALAR = "[]"
+
+
+def _gradient_shape(user: Node) -> str | None:
+    """The shape of the gradient that a 0-dim tensor gets from one of its users; None if it gets none."""
+    is_combined = any(tensor.dim() for tensor in tensors_in(example(user.all_input_nodes)))
+    if user.op == "output" or not is_combined:
+        return _SCALAR
+    return next((str([*each.shape]) for each in tensors_in([example(user)]) if requires_grad(each)), None)
+
+
+def _is_cpu_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.device.type == "cpu"
+
+
 def returns_cpu_scalar(node: Node) -> bool:
     """Whether a node returns a 0-dim tensor on the CPU that has a gradient, or `detach` of one, for which Thunder's
     fallback computes one: see Note [Gradients of CPU scalars] in analysis/gradients.py."""
     of_detach = example(node.args[:1]) if operator_name(node) == "detach" else ()
-    tensors = [leaf for leaf in tree_leaves((example(node), of_detach)) if requires_grad(leaf)]
-    return any(tensor.dim() == 0 and tensor.device.type == "cpu" for tensor in tensors)
+    return any(requires_grad(leaf) and _is_cpu_scalar(leaf) for leaf in tree_leaves((example(node), of_detach)))
 
 
 def _writes_view(node: Node, result: torch.Tensor) -> bool:

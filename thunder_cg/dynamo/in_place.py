@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from torch.nn import functional as F
 
 from thunder_cg.compat.fx import GET_DATA, compute_with_grad_mode, example, without_gradient
-from thunder_cg.compat.splitter import is_supported
+from thunder_cg.compat.splitter import is_differentiable, is_supported
 from thunder_cg.compat.tensors import shares_storage
 from thunder_cg.compat.thunder import symbols_of_functions
 from thunder_cg.dynamo import operators
@@ -37,11 +37,12 @@ def write_as_thunder_does(graph: Graph, nodes: Sequence[Node], options: dict[str
     for node in nodes:
         _name_inplace(node)
     untracked, trains = untracked_writes(graph), any(requires_grad(example(node)) for node in nodes)
+    derived: dict[Any, bool] = {}
     for node in nodes:
         if node.name not in untracked:
             compute_out_of_place(node, has_gradient=trains and node.target not in DRAWS)
             _write_slice_as_item(node)
-            _copy_what_is_written(node, options)
+            _copy_what_is_written(node, options, derived, trains=trains)
 
 
 def _copy_to_out(node: Node) -> None:
@@ -156,11 +157,20 @@ def _write_slice_as_item(node: Node) -> None:
     node.graph.erase_node(node)
 
 
-def _copy_what_is_written(node: Node, options: dict[str, Any]) -> None:
-    """``x.sigmoid_()`` is ``x.copy_(x.sigmoid())``, and ``x.fill_(2)`` copies 2 there: Thunder has no such symbols."""
+def _copy_what_is_written(node: Node, options: dict[str, Any], derived: dict[Any, bool], *, trains: bool) -> None:
+    """``x.sigmoid_()`` is ``x.copy_(x.sigmoid())``, and ``x.fill_(2)`` copies 2 there: Thunder has no such symbols.
+
+    So is ``x.lerp_(y, 0.1)``, which Thunder cannot differentiate, though ``x`` has no gradient.
+
+    Args:
+        derived: whether Thunder differentiates operators, as far as is known.
+        trains: whether something in the graph has a gradient.
+    """
     result = example(node)
-    is_known = node.target in DRAWS or getattr(torch.Tensor, str(node.target), None) in symbols_of_functions()
-    if node.op != "call_method" or is_known or not isinstance(result, torch.Tensor) or requires_grad(result):
+    if node.op != "call_method" or not isinstance(result, torch.Tensor) or requires_grad(result):
+        return
+    is_known = getattr(torch.Tensor, str(node.target), None) in symbols_of_functions()
+    if node.target in DRAWS or (is_known and not (trains and result.is_floating_point())):
         return
     fills = node.target == "fill_" and _fits(node.args[-1], result)
     function: Any = torch.full_like if fills else _out_of_place(node)
@@ -168,7 +178,9 @@ def _copy_what_is_written(node: Node, options: dict[str, Any]) -> None:
     if fresh is None or not _is_alike(fresh, result) or shares_storage(fresh, result):
         return
     computed = call_before(node, function, node.args, node.kwargs, result=fresh)
-    if is_supported(computed, options):
+    if is_known and function not in derived:
+        derived[function] = is_differentiable(computed, options)
+    if not (is_known and derived[function]) and is_supported(computed, options):
         call_instead(node, torch.Tensor.copy_, node.args[0], computed)
     else:
         node.graph.erase_node(computed)

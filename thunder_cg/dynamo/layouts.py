@@ -21,7 +21,7 @@ from thunder_cg.compat.tensors import has_storage, shares_storage, tensors_in
 from thunder_cg.compat.torch_compile import InductorError
 from thunder_cg.dynamo import operators
 from thunder_cg.dynamo.nodes import call_before, call_instead, copied
-from thunder_cg.dynamo.writes import requires_grad, shares_memory, writes_to_inputs, written_by
+from thunder_cg.dynamo.writes import replaces_memory, requires_grad, shares_memory, writes_to_inputs, written_by
 from thunder_cg.errors import LayoutError
 
 _logger = logging.getLogger(__name__)
@@ -76,15 +76,16 @@ def layout_counts(node: Node) -> bool:
 def keeping_layouts(compile_piece: Callable[..., Any]) -> Callable[..., Any]:
     """``torch._inductor.compile`` of pieces that take values in the layouts that they were compiled for.
 
-    Under a dispatch mode, they run operator by operator, and always if Inductor cannot compile them, or if they write
-    with a gradient to what they get, unless they read memory by strides.
+    Under a dispatch mode, they run operator by operator, and always if Inductor cannot compile them, if they give a
+    tensor other memory, or if they write with a gradient to what they get, unless they read memory by strides.
     """
 
     def compiled_piece(piece: GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
         operators_of_piece = copied(piece)
         reads = any(map(reads_by_strides, piece.graph.nodes))
-        # Autograd refuses much of what Inductor makes of writes.
-        if (writes_to_inputs(piece.graph) and not reads) or any(map(is_refused_lstm, piece.graph.nodes)):
+        # Autograd refuses much of what Inductor makes of writes, and Inductor loses other memory that an input gets.
+        is_lost = any(is_refused_lstm(node) or replaces_memory(node) for node in piece.graph.nodes)
+        if (writes_to_inputs(piece.graph) and not reads) or is_lost:
             return operators_of_piece
         try:
             compiled: Callable[..., Any] = compile_piece(piece, inputs, *args, **kwargs)

@@ -45,7 +45,7 @@ from thunder_cg.compat.tensors import autograd_base, has_storage, is_wrapper, sh
 from thunder_cg.compat.thunder import call_untraced, outside_of_autograd, symbol_of_function, with_derivative
 from thunder_cg.dynamo.layouts import is_refused_lstm
 from thunder_cg.dynamo.operators import executor, in_layout
-from thunder_cg.dynamo.writes import requires_grad, shares_memory, written_by
+from thunder_cg.dynamo.writes import replaces_memory, requires_grad, shares_memory, written_by
 from thunder_cg.errors import SkipReason
 
 _numbers = count()
@@ -158,6 +158,8 @@ def _problems(nodes: Sequence[Node], taken: Sequence[Node], results: Sequence[No
     Args:
         taken: what they take, but for sizes.
     """
+    if any(map(replaces_memory, nodes)):
+        yield "it gives a tensor other memory, which no graph has", "write x.data.copy_(y) for x.data = y"
     if not results:
         yield "nothing in the graph takes what it computes", ""
     for node in taken:

@@ -27,6 +27,11 @@ def is_named_in_place(node: Node) -> bool:
     return name.endswith("_") and not name.endswith("__")
 
 
+def replaces_memory(node: Node) -> bool:
+    """Whether it gives a tensor other memory, as ``x.data = y`` does, which Dynamo writes as ``x.set_(y)``."""
+    return operator_name(node) == "set_"
+
+
 def written_by(node: Node) -> list[Any]:
     """What an operator writes in place, as arguments of its node."""
     is_operator = node.target in IN_PLACE or node.target is operator.setitem
@@ -158,6 +163,8 @@ def order_counts(graph: Graph) -> bool:
     and no other: a write waits for nothing but what it computes with, and nothing waits for a write that is not used.
     """
     nodes = [*graph.nodes]
+    if any(map(replaces_memory, nodes)):
+        return True
     memory = {node: {storage_id(t) for t in tensors_in(example(node)) if has_storage(t)} for node in nodes}
     reads: list[set[Any]] = [set().union(*(memory[each] for each in node.all_input_nodes)) for node in nodes]
     for i, node in enumerate(nodes):

@@ -2,14 +2,15 @@
 
 Thunder (0.2.6) then reads the first of them in the place of the others, reshaped. That is right where all have the same
 elements in the same order. It is wrong, or raises, for other parts of the storage, such as the rows of a batch, and for
-a transposed view. It also takes positions among the arguments of the call for positions among the inputs of the trace.
-So here it gets those that are the same elements. Others must have no element in common with one that is written, and
-the prologue checks that all lie as they did.
+a transposed view. What has a gradient loses it to what has none, as ``loss`` does to ``loss.detach()``. Thunder also
+takes positions among the arguments of the call for positions among the inputs of the trace. So here it gets those that
+are the same elements, and written. Others must have no element in common with one that is written, and the prologue
+checks that all lie as they did.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -40,19 +41,28 @@ def told_apart(prologue: TraceCtx, computation: TraceCtx) -> TraceCtx:
     groups = _groups(prologue)
     if not groups:
         return prologue
-    ops = read(computation)
-    aliasing = Aliasing.of(ops)
-    known = (op.index for op in ops.ops if op.index not in aliasing.opaque)  # others get the arguments themselves
-    written = frozenset[str]().union(*map(aliasing.writes.__getitem__, known))
-    if not written:
-        return prologue
     inputs = prologue.bound_symbols[-1].args[0][0]
+    is_written = _writes(computation, surely=True)
+    if is_written is None:
+        return prologue
     for group in groups:
-        names = {i: aliasing.sets.get(inputs[i].name) for i, _ in group}
-        _refuse_overlaps(group, {i for i, name in names.items() if name in written})
+        _refuse_overlaps(group, {i for i, _ in group if is_written(inputs[i].name)})
         layouts = [layout(tensor) for _, tensor in group]
         prologue = _with_check(prologue, [inputs[i] for i, _ in group], SharingCheck(layouts))
     return prologue
+
+
+def _writes(computation: TraceCtx, *, surely: bool) -> Callable[[str], bool] | None:
+    """Says of a value whether its memory is written in place; None if none is.
+
+    Args:
+        surely: not by an operator of which nothing is known, and which gets the arguments themselves.
+    """
+    ops = read(computation)
+    aliasing = Aliasing.of(ops)
+    writing = (op.index for op in ops.ops if not (surely and op.index in aliasing.opaque))
+    written = frozenset[str]().union(*map(aliasing.writes.__getitem__, writing))
+    return (lambda name: aliasing.sets.get(name) in written) if written else None
 
 
 def _groups(prologue: TraceCtx) -> list[Group]:
@@ -71,9 +81,13 @@ def _groups(prologue: TraceCtx) -> list[Group]:
 
 
 def _mark_aliases(prologue: TraceCtx, computation: TraceCtx, found: list[list[int]]) -> TraceCtx:
-    """Thunder's own way, of arguments that are the same elements."""
-    same = [[i for i, _ in each] for group in _groups(prologue) for each in _classes(group)] if found else []
-    return compat.insert_alias_updates(computation, [each for each in same if len(each) > 1])
+    """Thunder's own way, of arguments that are the same elements, if they are written."""
+    groups = _groups(prologue) if found else []
+    same = [[i for i, _ in each] for group in groups for each in _classes(group) if len(each) > 1]
+    is_written = _writes(computation, surely=False) if same else None
+    inputs = prologue.bound_symbols[-1].args[0][0]
+    written = [each for each in same if is_written is not None and any(is_written(inputs[i].name) for i in each)]
+    return compat.insert_alias_updates(computation, written)
 
 
 mark_aliases_with(_mark_aliases)
@@ -109,7 +123,7 @@ def _with_check(prologue: TraceCtx, proxies: Sequence[Any], check: SharingCheck)
 
 
 def _classes(group: Group) -> list[Group]:
-    """Those of a group that have the same elements in the same order."""
+    """Those of a group that have the same elements in the same order, and a gradient all or none."""
     classes: list[Group] = []
     for i, tensor in group:
         mine = next((each for each in classes if _are_same(each[0][1], tensor)), None)
@@ -123,12 +137,19 @@ def _refuse_overlaps(group: Group, written: set[int]) -> None:
     for one, other in combinations(_classes(group), 2):
         is_written = not written.isdisjoint(i for i, _ in (*one, *other))
         if is_written and not are_apart(one[0][1], other[0][1]):
-            raise SharedMemoryError(layout(one[0][1]), layout(other[0][1]))
+            raise SharedMemoryError(*(_described(each[0][1]) for each in (one, other)))
+
+
+def _described(tensor: torch.Tensor) -> Layout:
+    offset, shape, stride, dtype, once_read = layout(tensor)
+    return offset, shape, stride, dtype, once_read + ", with a gradient" * tensor.requires_grad
 
 
 def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     (offset, _, _, *kind), (its_offset, _, _, *its_kind) = layout(one), layout(other)
     if (offset, kind, one.numel()) != (its_offset, its_kind, other.numel()):
+        return False
+    if one.requires_grad != other.requires_grad and torch.is_grad_enabled():
         return False
     same_view = one.shape == other.shape and one.stride() == other.stride()
     return same_view or (one.is_contiguous() and other.is_contiguous())
