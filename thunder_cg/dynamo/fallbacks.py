@@ -61,6 +61,7 @@ _OUT_OF_PLACE = "compute a new tensor, as x = x * 2 for x.mul_(2)"
 _NO_TRANSFORM = "write it without the transform, as x.sum(-1) for torch.vmap(torch.sum)(x)"
 _FEW_KERNELS = "nothing has to change: the layer is a few large kernels, which no fusion makes faster"
 _OF_PYTORCH = "call PyTorch's function of that name, or index a tensor, which is made of the array once, outside"
+_SCALAR = "[]"  # a shape, as text: sizes may be symbols, and to compare those would make guards
 _WITH_DIMENSION = "give it a dimension, as with keepdim=True, or use a GPU"
 _OTHERS = "use other operators, or call it outside of the compiled function"
 _REAL = "compute with the real and the imaginary part as two tensors"
@@ -327,9 +328,6 @@ def _meets_other_gradients(node: Node) -> bool:
     shape = _gradient_shape(node) if scalars else None
     is_larger = shape not in (None, _SCALAR)
     return is_larger and any({*map(_gradient_shape, scalar.users)} - {shape, None} for scalar in scalars)
-
-
-_SCALAR = "[]"
 
 
 def _gradient_shape(user: Node) -> str | None:

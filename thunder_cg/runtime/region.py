@@ -78,7 +78,7 @@ class RuntimeRegion:
         self.not_leaves: list[int] = []  # inputs that PyTorch refuses to write where they are leaves that require grad
         self.aliased_in_pool: list[int] = []  # inputs in the pool that results may be views of
         self.stats = Stats()
-        self.failure: SkipReason | None = None  # why its last capture failed; without a fix if the next may do better
+        self.failure: SkipReason | None = None  # why its last capture failed; the next may do better without a fix
         self.is_deselected = False  # whether it does not pay, which `failure` says then
         self.failed_attempts = 0  # warm-ups and captures that failed
         self.stays_eager = False  # whether no later call warms it up or captures it
@@ -427,12 +427,13 @@ class RuntimeRegion:
         self.failed_attempts += 1
         self.stays_eager |= not may_pass or self.failed_attempts >= _MAX_ATTEMPTS
         left = f" (the next call tries again; {_MAX_ATTEMPTS - self.failed_attempts} of {_MAX_ATTEMPTS} tries left)"
-        denied = f"[{op.deny_name!r}]" if op is not None else "[...]"
-        fix = f"deny={denied} leaves the operator eager and the rest captured"
         if isinstance(error, RanksDiffer):
             is_alone = error.no_answer and call.program.pair.has_moved_gradients
             fix = _ZERO_GRAD * is_alone + _SAME_CALLS
-        self.failure = SkipReason(text, fix) if self.stays_eager else SkipReason(text + left)
+        else:
+            denied = f"[{op.deny_name!r}]" if op is not None else "[...]"
+            fix = f"deny={denied} leaves the operator eager and the rest captured" if self.stays_eager else ""
+        self.failure = SkipReason(text if self.stays_eager else text + left, fix)
         return text
 
     def _name_failing_op(self, call: Call, error: Exception) -> None:
