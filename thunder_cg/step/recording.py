@@ -467,8 +467,8 @@ class StepCapture:
 
         In both cases everything is as before: see Note [Effects once] in snapshot.py.
         """
-        # Garbage may be in the graph's memory, keep gradients on another stream, or not survive to be collected inside.
-        gc.collect()
+        if self.state.device.type != "cpu":  # garbage may be in the graph's memory, or keep gradients on another stream
+            gc.collect()
         suspects: list[Tensor] = []
         said: set[str] = set()
         with ExitStack() as moves:
