@@ -78,7 +78,7 @@ class RuntimeRegion:
         self.not_leaves: list[int] = []  # inputs that PyTorch refuses to write where they are leaves that require grad
         self.aliased_in_pool: list[int] = []  # inputs in the pool that results may be views of
         self.stats = Stats()
-        self.failure: SkipReason | None = None  # why its last capture failed; the next may do better without a fix
+        self.failure: SkipReason | None = None  # why its last capture failed; without a fix, the next may succeed
         self.is_deselected = False  # whether it does not pay, which `failure` says then
         self.failed_attempts = 0  # warm-ups and captures that failed
         self.stays_eager = False  # whether no later call warms it up or captures it
