@@ -126,6 +126,11 @@ def tree_map_only(of: Any, fn: Callable[[Any], Any], tree: Any) -> Any:
     return _tree_map_only(of, fn, tree)
 
 
+def is_cpu_scalar(value: Any) -> bool:
+    """Whether it is a 0-dim tensor on the CPU, which PyTorch combines with tensors of any device."""
+    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.device.type == "cpu"
+
+
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """The tensors among the leaves of a tree."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -37,7 +37,7 @@ from thunder_cg.compat.fx import (
     without_gradient,
 )
 from thunder_cg.compat.splitter import fallback_of, is_for_splitter, is_traced, loses_wait
-from thunder_cg.compat.tensors import has_storage, is_wrapper, shares_storage, tensors_in, tree_leaves
+from thunder_cg.compat.tensors import has_storage, is_cpu_scalar, is_wrapper, shares_storage, tensors_in, tree_leaves
 from thunder_cg.compat.thunder import is_known_view, symbols_of_functions
 from thunder_cg.dynamo.layouts import layout_counts, reads_by_strides
 from thunder_cg.dynamo.nodes import argument
@@ -307,7 +307,7 @@ def _is_unsummed(node: Node, *, is_tracked: bool) -> bool:
     gradient, which it also does for what comes from `detach`: see Note [Gradients of CPU scalars] in
     analysis/gradients.py."""
     result = example(node)
-    if not _is_cpu_scalar(result):
+    if not is_cpu_scalar(result):
         return False
     if not any(tensor.dim() for user in node.users for tensor in tensors_in([example(user)])):
         return False
@@ -324,7 +324,7 @@ def _is_unsummed(node: Node, *, is_tracked: bool) -> bool:
 def _meets_other_gradients(node: Node) -> bool:
     """Whether a node combines a 0-dim tensor on the CPU with a larger one, and that has gradients of other shapes from
     elsewhere: see Note [Gradients of CPU scalars] in analysis/gradients.py."""
-    scalars = [each for each in node.all_input_nodes if _is_cpu_scalar(example(each)) and requires_grad(example(each))]
+    scalars = [each for each in node.all_input_nodes if is_cpu_scalar(example(each)) and requires_grad(example(each))]
     shape = _gradient_shape(node) if scalars else None
     is_larger = shape not in (None, _SCALAR)
     return is_larger and any({*map(_gradient_shape, scalar.users)} - {shape, None} for scalar in scalars)
@@ -338,15 +338,11 @@ def _gradient_shape(user: Node) -> str | None:
     return next((str([*each.shape]) for each in tensors_in([example(user)]) if requires_grad(each)), None)
 
 
-def _is_cpu_scalar(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.device.type == "cpu"
-
-
 def returns_cpu_scalar(node: Node) -> bool:
     """Whether a node returns a 0-dim tensor on the CPU that has a gradient, or `detach` of one, for which Thunder's
     fallback computes one: see Note [Gradients of CPU scalars] in analysis/gradients.py."""
     of_detach = example(node.args[:1]) if operator_name(node) == "detach" else ()
-    return any(requires_grad(leaf) and _is_cpu_scalar(leaf) for leaf in tree_leaves((example(node), of_detach)))
+    return any(requires_grad(leaf) and is_cpu_scalar(leaf) for leaf in tree_leaves((example(node), of_detach)))
 
 
 def _writes_view(node: Node, result: torch.Tensor) -> bool:

@@ -41,7 +41,7 @@ from thunder_cg.compat.inductor import (
     name_of_kernel,
 )
 from thunder_cg.compat.splitter import fake_arguments, for_splitter
-from thunder_cg.compat.tensors import autograd_base, has_storage, is_wrapper, shares_storage, tree_leaves
+from thunder_cg.compat.tensors import autograd_base, has_storage, is_cpu_scalar, is_wrapper, shares_storage, tree_leaves
 from thunder_cg.compat.thunder import call_untraced, outside_of_autograd, symbol_of_function, with_derivative
 from thunder_cg.dynamo.layouts import is_refused_lstm
 from thunder_cg.dynamo.operators import executor, in_layout
@@ -173,7 +173,7 @@ def _problems(nodes: Sequence[Node], taken: Sequence[Node], results: Sequence[No
     if len(devices := sorted({str(value.device) for value in (*values, *made)})) > 1:
         yield f"its tensors are on {' and '.join(devices)}", "move them to one device before"
     for node, value in zip(results, made):  # see Note [Gradients of CPU scalars] in analysis/gradients.py
-        if value.dim() == 0 and value.device.type == "cpu":
+        if is_cpu_scalar(value):
             yield f"it returns {_named(node)}, a 0-dim tensor on the CPU", "give it a dimension, or use a GPU"
     if any(map(is_refused_lstm, nodes)):
         yield "Inductor trains no LSTM on a CPU whose input has no gradient", "use a GPU"

@@ -23,7 +23,7 @@ from thunder_cg.compat.fx import (
     without_gradient,
 )
 from thunder_cg.compat.splitter import is_differentiable, is_supported
-from thunder_cg.compat.tensors import tensors_in, tree_leaves
+from thunder_cg.compat.tensors import is_cpu_scalar, tensors_in, tree_leaves
 from thunder_cg.dynamo import autograd_functions, calls, constants, in_place, own_symbols
 from thunder_cg.dynamo.layouts import LIKE, lay_out_before_strides, make_as_laid_out
 from thunder_cg.dynamo.nodes import call_instead, replace
@@ -143,7 +143,7 @@ def _detach_data(graph: Graph) -> None:
     Not beside 0-dim tensors on the CPU, for which Thunder computes a gradient: see `returns_cpu_scalar`.
     """
     *_, output = graph.nodes
-    if any(each.dim() == 0 and each.device.type == "cpu" for each in tensors_in([*map(example, graph.nodes)])):
+    if any(map(is_cpu_scalar, tensors_in([*map(example, graph.nodes)]))):
         return
     returned = [each for each in tensors_in(example(output.args)) if not each.requires_grad]
     kept = [returned, *(example(written_by(node)) for node in graph.nodes)]
