@@ -102,14 +102,8 @@ def recompilations(backend: Any) -> Iterator[Recompilation]:
 
     alike: dict[tuple[str, str, str], list[Recompilation]] = {}
     for each in dynamo.recompilations(backend):
-        value = re.split(r" [=!<>]=? |\. expected ", each.condition)[0]
-        alike.setdefault((each.function, each.line, value), []).append(each)
+        alike.setdefault((each.function, each.line, each.guard.value), []).append(each)
     return (replace(first, count=1 + len(others)) for first, *others in alike.values())
-
-
-def is_after_break(function: str) -> bool:
-    """Whether it is what comes after a graph break: "f (from train.py:7 on)"."""
-    return function.endswith(" on)")
 
 
 def graph_breaks(label: str, graph: Any) -> Iterator[GraphBreak]:
