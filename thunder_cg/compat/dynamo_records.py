@@ -37,24 +37,15 @@ def is_after_break(function: str) -> bool:
 
 
 class DynamoGuard(NamedTuple):
-    """A condition in Dynamo's words, taken apart.
+    """A condition in Dynamo's words, taken apart. None where it is about something else."""
 
-    Attributes:
-        value: what it is about, without what Dynamo expected: "len(sizes)" of "len(sizes) == 1".
-        is_before_break: whether that is `BEFORE_BREAK`.
-        sized: names of the tensors that it is about the sizes of.
-        size: a dimension and the sizes that the condition names; None if it is about something else.
-        number: the name of a Python number and its value, likewise; ``unset`` of what may be None, and ``own_list`` of
-            a list or dict of an object, which may have other lengths.
-    """
-
-    value: str
-    is_before_break: bool
-    sized: tuple[str, ...]
-    size: tuple[int, tuple[int, ...]] | None
-    number: tuple[str, str] | None
-    unset: str | None
-    own_list: str | None
+    value: str  # what it is about, without what Dynamo expected: "len(sizes)" of "len(sizes) == 1"
+    is_before_break: bool  # whether that is `BEFORE_BREAK`
+    sized: tuple[str, ...]  # names of tensors that it is about the sizes of
+    size: tuple[int, tuple[int, ...]] | None  # the dimension, and the sizes that it names
+    number: tuple[str, str] | None  # the name of a Python number, and its value
+    unset: str | None  # the name of what may be None
+    own_list: str | None  # the name of a list or dict of an object
 
     @classmethod
     def of(cls, condition: str) -> DynamoGuard:
@@ -106,8 +97,3 @@ class Recompilation:
     line: str
     count: int
     is_mode: bool = False
-
-    @property
-    def guard(self) -> DynamoGuard:
-        """The parts of the condition."""
-        return DynamoGuard.of(self.condition)

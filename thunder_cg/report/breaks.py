@@ -9,7 +9,7 @@ from typing import Any
 
 from thunder_cg.analysis.advice import PACKS, PADDED, RECURRENT, for_branch, for_read, for_size
 from thunder_cg.analysis.sources import SourceLine, called_from, users
-from thunder_cg.compat.dynamo_records import DynamoBreak, Recompilation
+from thunder_cg.compat.dynamo_records import DynamoBreak, DynamoGuard, Recompilation
 
 ITEM = "Tensor.item() reads what a tensor holds into Python"
 _UNKNOWN = (
@@ -102,7 +102,7 @@ def recompilations(backend: Any) -> Iterator[Recompilation]:
 
     alike: dict[tuple[str, str, str], list[Recompilation]] = {}
     for each in dynamo.recompilations(backend):
-        alike.setdefault((each.function, each.line, each.guard.value), []).append(each)
+        alike.setdefault((each.function, each.line, DynamoGuard.of(each.condition).value), []).append(each)
     return (replace(first, count=1 + len(others)) for first, *others in alike.values())
 
 

@@ -130,15 +130,10 @@ def is_equal(now: Any, then: Any) -> bool:
 
 
 class Difference(NamedTuple):
-    """A fact that differs. In words it is "losses changed from 1 to 2".
-
-    Attributes:
-        label: the name of the fact.
-        before, after: its values; `MISSING` where there is no such fact.
-    """
+    """A fact that differs. In words it is "losses changed from 1 to 2"."""
 
     label: str
-    before: Any
+    before: Any  # `MISSING` where there was no such fact
     after: Any
 
     @property

@@ -107,17 +107,11 @@ _OF_HOST = {_READ, _MASK, _NUMBERS, _READ_OR_MASK}
 
 
 class Changed(NamedTuple):
-    """What a step has changed.
+    """What a step has changed."""
 
-    Attributes:
-        reason: with the line, and what to do about it, if anything in any case.
-        once: what to say of a change that needs no fix.
-        if_repeated: what to do about it if each step changes it.
-    """
-
-    reason: SkipReason
-    once: str = ""
-    if_repeated: str = ""
+    reason: SkipReason  # with the line; without a fix if that may be once only
+    once: str = ""  # what to say then
+    if_repeated: str = ""  # what to do about it if each step does it
 
 
 def fix_of_change(change: Difference, facts: Facts, roots: Mapping[str, Any], *, in_step: bool) -> str:
