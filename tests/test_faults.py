@@ -45,7 +45,7 @@ from thunder_cg.runtime.cuda.pool import CudaPool
 from thunder_cg.runtime.cuda.streams import CaptureStream
 from thunder_cg.runtime.outputs import Outputs, _Copy
 from thunder_cg.runtime.recording import RegionGraph
-from thunder_cg.runtime.region import RuntimeRegion
+from thunder_cg.runtime.region_capture import RegionCapture
 
 
 class Net(nn.Module):
@@ -374,7 +374,7 @@ def steps(backend: str, fail: Callable[..., Switch], trace: int) -> dict[str, Sw
         "capture": fail(pool, "capture"),
         "graph": fail(graph, "__init__"),
         "alias": fail(pool, "alias"),
-        "guard": fail(RuntimeRegion, "_late_guard"),
+        "guard": fail(RegionCapture, "_late_guard"),
         "results": fail(Outputs, "allocate"),
     }
     if trace == 1:  # of a backward, whose gradients may be lent

@@ -13,6 +13,7 @@ from thunder_cg.analysis.region_io import RegionInput, RegionIO
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.inputs import static_buffer
 from thunder_cg.runtime.region import RuntimeRegion
+from thunder_cg.runtime.region_capture import check_inputs
 from thunder_cg.runtime.tape import TapeBackend
 from thunder_cg.runtime.tensors import overlaps_itself
 
@@ -42,7 +43,7 @@ def test_an_input_on_another_device_than_the_trace_says_is_refused():
     io = RegionIO(inputs, (), (), frozenset())
     region = RuntimeRegion("CUDAGraph1", Region((), "meta", ""), (), io, lambda inputs: (), lambda: lambda inputs: ())
     with pytest.raises(CaptureRefused, match="input 'seed' is on cpu, and the graph on meta"):
-        region._check_inputs([torch.empty(2, device="meta"), torch.tensor(0)], frozenset())
+        check_inputs(region, [torch.empty(2, device="meta"), torch.tensor(0)], frozenset())
 
 
 def test_what_a_graph_writes_is_not_copied(twins, device):

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from thunder_cg import explain
 from thunder_cg.compat.settings import Settings, names_of_settings
 from thunder_cg.step import fixes
-from thunder_cg.step.facts import Same
+from thunder_cg.step.facts import Difference, Same
 
 pytestmark = pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")
 
@@ -108,9 +108,9 @@ def test_optimizers_on_a_gpu(monkeypatch, name, fix):
     monkeypatch.setattr(fixes, "_is_on_gpu", lambda optimizer: True)
     optimizer = getattr(torch.optim, name)([nn.Parameter(torch.ones(1))])
     facts = {"optimizer": Same(optimizer)}
-    change = "optimizer.state[0]['step'] (version) changed from 1 to 2"
+    change = Difference("optimizer.state[0]['step'] (version)", 1, 2)
     assert fixes.fix_of_change(change, facts, {}, in_step=True) == f"{READS}{fix}"
-    change = "optimizer.param_groups[0]['lr'] changed from 1 to 2"
+    change = Difference("optimizer.param_groups[0]['lr']", 1, 2)
     assert fixes.fix_of_change(change, facts, {}, in_step=False).endswith(f"which a scheduler then writes, and {fix}")
 
 
@@ -948,8 +948,8 @@ def test_an_optimizer_of_the_users(run, device):
 
 
 def test_a_setting_that_pytorch_sets_itself():
-    changes = [f"{name} changed from 1 to 2" for name in names_of_settings(Settings.ALL)]
+    changes = [Difference(name, 1, 2) for name in names_of_settings(Settings.ALL)]
     (said,) = filter(None, map(fixes.of_first_step, changes))
     assert said == ", as PyTorch does at the first attention: nothing to change"
     without_fix = [each for each in changes if not fixes.fix_of_change(each, {}, {}, in_step=True)]
-    assert len(without_fix) == 1 and "attention.sdpa_kernel" in without_fix[0]
+    assert len(without_fix) == 1 and "attention.sdpa_kernel" in without_fix[0].label

@@ -22,7 +22,7 @@ from thunder_cg.analysis.ops import Op, Ops, Value, process_groups
 from thunder_cg.analysis.rules import Cause, Reason
 from thunder_cg.analysis.rules.conditions import READS_PAST_VIEW
 from thunder_cg.compat.distributed import capture_problem
-from thunder_cg.compat.lines import BEFORE_BREAK
+from thunder_cg.compat.dynamo_records import BEFORE_BREAK
 from thunder_cg.compat.operators import is_function, is_in_library, library_names
 from thunder_cg.compat.thunder import bound_functions, proxy_shape
 

@@ -38,37 +38,40 @@ class MemoryEstimate:
         Args:
             forward: of a backward, the estimate of its forward.
         """
-        ops, plan, aliasing, saved = trace.ops, trace.plan, trace.aliasing, trace.saved
-        sets = aliasing.sets
-        regions = [step for step in plan.steps if isinstance(step, Region)]
+        is_backward, forward = forward is not None, forward or _NOTHING
+        ops, aliasing, sets = trace.ops, trace.aliasing, trace.aliasing.sets
+        regions = [step for step in trace.plan.steps if isinstance(step, Region)]
         memory = PeakMemory.of(ops, {region.device for region in regions}, aliasing)
-        kept = {sets[name]: size for name, size in forward.saved.items() if name in sets} if forward else {}
-        in_place = aliasing.sets_of(forward.saved_in_place) if forward else set()
-        in_place |= aliasing.sets_of(name for name in ops.args if ops.values[name].static)
-        results = [{sets[each.name] for each in io.outputs if each.name in sets} for io in ios]
-        stays = {sets[each.name] for io in ios for each in io.outputs if not each.copied_out} | in_place
-        new = {name: size for allocated in memory.allocates for name, size in allocated.items()}
-        saved_sets = {sets[name]: name for name in sorted(saved) if sets.get(name) in new}
-        copied_in = max((_copied_in(ops, io, aliasing, stays) for io in ios), default=0)
         captured = [op for region in regions for op in region.ops]
-        # By names that the backward knows, too.
-        named = {sets[name]: name for name in forward.saved if name in sets} if forward else saved_sets
-        order = [*memory.events(captured), *((name, 0) for name in memory.returned - aliasing.sets_of(saved))]
-        events = [(named.get(name, name), nbytes) for name, nbytes in order]
+        # Memory is named by alias sets here. What the forward saved has its name there, and may stay where it is.
+        before = {sets[name]: name for name in forward.saved if name in sets}
+        before_nbytes = {each: forward.saved[name] for each, name in before.items()}
+        in_place = aliasing.sets_of({name for name in ops.args if ops.values[name].static} | forward.saved_in_place)
+        stays = in_place | aliasing.sets_of(each.name for io in ios for each in io.outputs if not each.copied_out)
+        copied_in = max((_copied_in(ops, io, aliasing, stays) for io in ios), default=0)
+        made = {each: nbytes for allocated in memory.allocates for each, nbytes in allocated.items()}
+        saved = {sets[name]: name for name in sorted(trace.saved) if sets.get(name) in made}
+        all_saved = aliasing.sets_of(trace.saved)
+        # In the order of the arena, with names that forward and backward share.
+        names = before if is_backward else saved
+        ends = [(each, 0) for each in memory.returned - all_saved]
+        events = [(names.get(each, each), nbytes) for each, nbytes in [*memory.events(captured), *ends]]
+        results = [aliasing.sets_of(each.name for each in io.outputs) for io in ios]
+        in_arena = {each: nbytes for each, nbytes in before_nbytes.items() if each in in_place}
         return cls(
-            without_graphs=memory.peak((op for step in plan.steps for op in step.ops), kept),
+            without_graphs=memory.peak((op for step in trace.plan.steps for op in step.ops), before_nbytes),
             regions=tuple(memory.peak(region.ops, {}, outputs) for region, outputs in zip(regions, results)),
-            arena=memory.peak(
-                captured, {name: size for name, size in kept.items() if name in in_place}, aliasing.sets_of(saved)
-            )
-            + copied_in,
-            saved={name: new[memory] for memory, name in saved_sets.items()},
-            saved_in_place={name for name in saved if sets.get(name) in stays},
+            arena=memory.peak(captured, in_arena, all_saved) + copied_in,
+            saved={name: made[each] for each, name in saved.items()},
+            saved_in_place={name for name in trace.saved if sets.get(name) in stays},
             apart=memory.peak(captured, {}, frozenset()) + copied_in,
             events=events,
-            first_segment=first_segment([*forward.events, *events] if forward else events),
-            first_apart=first_segment([*memory.events(captured, frozenset())]) if forward else 0,
+            first_segment=first_segment([*forward.events, *events]),
+            first_apart=first_segment([*memory.events(captured, frozenset())]) if is_backward else 0,
         )
+
+
+_NOTHING = MemoryEstimate(0, (), 0, {}, frozenset(), 0, (), 0, 0)  # before a forward
 
 
 def parameter_gradients(forward: Ops, backward: Ops) -> int:

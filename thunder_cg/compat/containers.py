@@ -342,18 +342,11 @@ def _check_looks(fn: Any, value: WrappedValue, *names: Any) -> None:
 
 def _look_aside_and_check(self: InterpreterCompileCtx, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
     """What Thunder calls in the place of ``fn``; None if Python calls it, or Thunder follows it."""
-    if (fn in (isinstance, hasattr) or (fn is getattr and len(args) == 3)) and isinstance(args[0], WrappedValue):
+    is_wrapped = bool(args) and isinstance(args[0], WrappedValue)
+    if is_wrapped and (fn in (isinstance, hasattr) or (fn is getattr and len(args) == 3)):
         _check_looks(fn, *args)
-    kind = getattr(fn, "__objclass__", None)
-    if kind is not None and args and isinstance(args[0], WrappedValue) and issubclass(kind, _CONTAINERS):
-        container = args[0]
-        if fn.__name__ in _CHANGING and _is_callers(container):
-            _forget_check(container)
-            note_lost("changes", f"{kind.__name__}.{fn.__name__}")
-        elif (
-            fn.__name__ == "__getitem__" and isinstance(container.value, dict) and args[1].value not in container.value
-        ):
-            _check(container)
+    if is_wrapped and issubclass(getattr(fn, "__objclass__", NoneType), _CONTAINERS):
+        _check_method(fn, *args)
     elif (name := _called_once(fn, *map(interpreter.unwrap, args[:1]))) is not None and is_ours(_compile_data.get()[0]):
         note_call(name)
     if isinstance(fn, FunctionType) and fn in _LOGS and is_ours(_compile_data.get()[0]):
@@ -364,6 +357,16 @@ def _look_aside_and_check(self: InterpreterCompileCtx, fn: Any, /, *args: Any, *
             if isinstance(each, WrappedValue) and isinstance(each.value, _CONTAINERS):
                 _check(each, of_python=True)
     return result
+
+
+def _check_method(method: Any, container: WrappedValue, *args: Any) -> None:
+    """For a method of a container that changes it, or that looks up a key that a dict does not have."""
+    name = method.__name__
+    if name in _CHANGING and _is_callers(container):
+        _forget_check(container)
+        note_lost("changes", f"{method.__objclass__.__name__}.{name}")
+    elif name == "__getitem__" and isinstance(container.value, dict) and args[0].value not in container.value:
+        _check(container)
 
 
 def _log(method: Callable[..., None], *args: Any, **kwargs: Any) -> Any:

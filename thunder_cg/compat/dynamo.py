@@ -24,9 +24,9 @@ from torch._guards import CompileContext
 from torch.fx.experimental.symbolic_shapes import sym_or
 
 from thunder_cg.compat.distributed import default_group
-from thunder_cg.compat.dynamo_records import DynamoBreak, Recompilation, RecompileLimit
+from thunder_cg.compat.dynamo_records import BEFORE_BREAK, DynamoBreak, Recompilation, RecompileLimit
 from thunder_cg.compat.dynamo_scope import scope_dynamo
-from thunder_cg.compat.lines import BEFORE_BREAK, is_torchs
+from thunder_cg.compat.lines import is_torchs
 
 
 class CompiledFunction(ThunderFXCompiledObject):

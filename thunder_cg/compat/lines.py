@@ -21,7 +21,6 @@ from thunder.core.symbol import BoundSymbol
 
 from thunder_cg.compat.thunder import before_symbols, is_ours
 
-BEFORE_BREAK = "a value from before the graph break"  # which has no name in the user's code
 _copy = BoundSymbol.from_bsym
 _innermost = InterpreterRuntimeCtx.get_current_user_source_location
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from thunder_cg.analysis.advice import PACKS, PADDED, RECURRENT, for_branch, for_read, for_size
 from thunder_cg.analysis.sources import SourceLine, called_from, users
-from thunder_cg.compat.dynamo_records import DynamoBreak, Recompilation
+from thunder_cg.compat.dynamo_records import DynamoBreak, DynamoGuard, Recompilation
 
 ITEM = "Tensor.item() reads what a tensor holds into Python"
 _UNKNOWN = (
@@ -64,13 +64,18 @@ _GRADIENT = (
     "compile what comes before it, and call torch.autograd.grad or backward outside of the compiled function; a whole "
     "training step is one graph in thunder_cg.graphed_step"
 )
-_FIXES = {  # of what is in the first line of Dynamo's messages
-    "async_op=True": _ASYNC,
-    "copy.deepcopy": _DEEPCOPY,
-    "logging.Logger method": _LOGGER,
-    "setattr() on Tensor.requires_grad": _REQUIRES_GRAD,
-    "Unsupported context manager": _CONTEXT,
-}
+# What is in Dynamo's message, whether in its first line, the reason, if that line does not say it well, and the fix.
+_KNOWN = (
+    ("builtin `print`", False, "print()", _PRINT),
+    *((sign, False, "a packed sequence, which Dynamo does not trace", PADDED) for sign in PACKS.split("|")),
+    ("Attempted to wrap RNN", True, "nn.LSTM, nn.GRU or nn.RNN", RECURRENT),
+    ("async_op=True", True, "", _ASYNC),
+    ("copy.deepcopy", True, "", _DEEPCOPY),
+    ("logging.Logger method", True, "", _LOGGER),
+    ("setattr() on Tensor.requires_grad", True, "", _REQUIRES_GRAD),
+    ("Unsupported context manager", True, "", _CONTEXT),
+    ("of class `Work`", False, "", _ASYNC),
+)
 _VAGUE = ("Unsupported method call", "Unsupported function call")  # of Dynamo's titles
 _NO_HELP = ("Please report an issue", "It may be possible to write", "This graph break is fundamental")
 
@@ -102,14 +107,8 @@ def recompilations(backend: Any) -> Iterator[Recompilation]:
 
     alike: dict[tuple[str, str, str], list[Recompilation]] = {}
     for each in dynamo.recompilations(backend):
-        value = re.split(r" [=!<>]=? |\. expected ", each.condition)[0]
-        alike.setdefault((each.function, each.line, value), []).append(each)
+        alike.setdefault((each.function, each.line, DynamoGuard.of(each.condition).value), []).append(each)
     return (replace(first, count=1 + len(others)) for first, *others in alike.values())
-
-
-def is_after_break(function: str) -> bool:
-    """Whether it is what comes after a graph break: "f (from train.py:7 on)"."""
-    return function.endswith(" on)")
 
 
 def graph_breaks(label: str, graph: Any) -> Iterator[GraphBreak]:
@@ -187,17 +186,9 @@ def _understood(said: str, frames: Sequence[SourceLine], stack: Sequence[Any]) -
         return "a gradient, which Thunder computes of a whole graph only", _GRADIENT
     if first.startswith(_SKIPPED) and (name := _BUILTINS_NAME.search(said)) is not None:
         return _of_builtin(name[1].replace("torch._VariableFunctionsClass.", "torch."))
-    if "builtin `print`" in said:
-        return "print()", _PRINT
-    if re.search(PACKS, said):
-        return "a packed sequence, which Dynamo does not trace", PADDED
-    if "Attempted to wrap RNN" in first:
-        return "nn.LSTM, nn.GRU or nn.RNN", RECURRENT
-    for sign, fix in _FIXES.items():
-        if sign in first:
-            return first, fix
-    if "of class `Work`" in said:
-        return first, _ASYNC
+    for sign, is_first, reason, fix in _KNOWN:
+        if sign in (first if is_first else said):
+            return reason or first, fix
     if (sized := _SIZED.search(said)) is not None:  # traced, it would be left to Inductor
         operator = re.sub(r"aten\._?unique\w*", "torch.unique", sized[1])
         about = " ".join(_OF_NONZERO.findall(line)) if operator == "aten.nonzero" else operator  # x[mask] calls it, too

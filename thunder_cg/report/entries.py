@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 
-from thunder_cg.compat.dynamo_records import Recompilation
-from thunder_cg.compat.lines import BEFORE_BREAK
+from thunder_cg.compat.dynamo_records import BEFORE_BREAK, DynamoGuard, Recompilation, is_after_break
 from thunder_cg.compat.thunder import NumberProxy, proxy_shape
-from thunder_cg.report.breaks import is_after_break
 from thunder_cg.report.programs import Located
 from thunder_cg.runtime.changes import AFTER_BREAK, SIZES, CallChange
 from thunder_cg.runtime.program import Program
-
-_SIZE_OF = re.compile(r"(?:tensor ')?([^']+?)(?:' size mismatch|\.size\(\))")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +80,8 @@ def changes(programs: Iterable[Located], recompilations: Iterable[Recompilation]
     shapes = [(function, shape) for function, each in pairs if each.kind in SIZES for of in each.values for shape in of]
     sized = {(function, size) for function, shape in shapes for size in shape}
     pairs = [each for each in pairs if not _are_sizes(*each, sized)]
-    sizes = {(name, is_after_break(e.function)) for e in recompilations for name in _SIZE_OF.findall(e.condition)}
+    guards = ((DynamoGuard.of(each.condition), is_after_break(each.function)) for each in recompilations)
+    sizes = {(name, after) for guard, after in guards for name in guard.sized}
     follow = {BEFORE_BREAK} | {name for name, after in sizes if after and (name, False) not in sizes}
     return tuple(
         ChangeReport(

@@ -9,9 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from thunder_cg.analysis.compile_errors import compiler_name
-from thunder_cg.compat.lines import BEFORE_BREAK
+from thunder_cg.compat.dynamo_records import DynamoGuard, is_after_break
 from thunder_cg.report import lines
-from thunder_cg.report.breaks import is_after_break
 from thunder_cg.report.units import count, grouped
 from thunder_cg.runtime.changes import CACHE_LENGTH, FEW, IF_CACHE, OF_STATIC_CACHE, VERSIONS, for_numbers, for_shapes
 
@@ -42,10 +41,6 @@ _SIGNS = {  # of conditions, and what to do to meet them more often
     r"^(len\(|not )": f"keep the length; {IF_CACHE}; if the call adds to it, add after the call",
     "[=!]= '": "keep it to a few values",
 }
-_OF_SIZE = re.compile(r"(?: size mismatch at index |\.size\(\)\[)(\d+)(?:\. expected |\] != )(\d+)(?:, actual (\d+))?")
-_NUMBER = re.compile(r"(\w+(?:\.\w+)*) [=!<>]=? (-?[\d.]+)$")
-_UNSET = re.compile(r"(\w+(?:\.\w+)*) is (?:not )?None$")
-_OWN_LIST = re.compile(r"(?:not |len\()(\w+(?:\.\w+)+)")
 _RAISE_LIMIT = (
     "set torch._dynamo.config.recompile_limit higher before the calls, if there are only a few more versions to make; "
     "where it is reached already, call torch._dynamo.reset(), after which Dynamo compiles everything anew"
@@ -145,20 +140,21 @@ def _fewer(conditions: Iterable[tuple[str, str]]) -> str:
 
 
 def _fewer_of_one(function: str, condition: str) -> str:
-    size = _OF_SIZE.search(condition)
-    if BEFORE_BREAK in condition or (size is not None and is_after_break(function)):
+    guard = DynamoGuard.of(condition)
+    if guard.is_before_break or (guard.size is not None and is_after_break(function)):
         return _AFTER_BREAK
-    if size is not None:
-        dim, *sizes = (int(each or 0) for each in size.groups())
+    if guard.size is not None:
+        dim, sizes = guard.size
         return for_shapes([(*[0] * dim, each) for each in sizes])
-    if (found := _OWN_LIST.match(condition)) is not None:
-        return f"add to {found[1]} after the call, not in it"
-    if (found := _NUMBER.match(condition)) is not None:
+    if guard.own_list:
+        return f"add to {guard.own_list} after the call, not in it"
+    if guard.number is not None:
+        name, value = guard.number
         of_module = "if calls change {}, make it a tensor, and write it in place"
-        how = of_module if "." in found[1] else "pass {} as a 0-dim tensor"
-        return f"{how.format(found[1])}{for_numbers([ast.literal_eval(found[2])])}"
-    if (found := _UNSET.match(condition)) is not None:
-        return f"make {found[1]} before the first call; {IF_CACHE}"
+        how = of_module if "." in name else "pass {} as a 0-dim tensor"
+        return f"{how.format(name)}{for_numbers([ast.literal_eval(value)])}"
+    if guard.unset:
+        return f"make {guard.unset} before the first call; {IF_CACHE}"
     return next((fix for sign, fix in _SIGNS.items() if re.search(sign, condition)), _FEWER)
 
 

@@ -123,26 +123,27 @@ def _calls_of_parts(fn: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any,
 
 def _timed(entry: Any, inputs: Sequence[Any], forward: Program, backward: Program | None) -> dict[int, Times]:
     """The times of a forward and its backward, by the identity of their programs."""
-    times = {id(program): Times() for program in (forward, backward) if program is not None}
+    programs = [program for program in (forward, backward) if program is not None]
+    times = {id(program): Times() for program in programs}
     for as_planned in (True, False):
-        run = _Run.of(forward, entry.computation_traces[-1], as_planned)
-        back = _Run.of(backward, entry.backward_traces[-1], as_planned) if backward is not None else None
+        traces = entry.computation_traces[-1], *entry.backward_traces[-1:]
+        runs = [_Run.of(program, trace, as_planned) for program, trace in zip(programs, traces)]
         began = time.perf_counter()
         for call in range(_WARM_UPS + _CALLS):
             if call >= _WARM_UPS + _FEW and time.perf_counter() - began > _SECONDS:
                 break
             if call == _WARM_UPS:
-                for each in (run, back) if back is not None else (run,):
+                for each in runs:
                     each.timer.runs()
-            _call(run, back, inputs)
-        for each in (run, back) if back is not None else (run,):
+            _call(*runs, inputs=inputs)
+        for each in runs:
             each.add_to(times[id(each.program)], as_planned)
-    for program in (forward, backward) if backward is not None else (forward,):
+    for program in programs:
         _time_copies(program, times[id(program)])
     return times
 
 
-def _call(run: _Run, back: _Run | None, inputs: Sequence[Any]) -> None:
+def _call(run: _Run, back: _Run | None = None, *, inputs: Sequence[Any]) -> None:
     """One forward, and its backward, which alone owns what was saved, so that it can free that on the way."""
     result = run(*inputs)
     if back is not None:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from thunder_cg.compat.lines import BEFORE_BREAK
+from thunder_cg.compat.dynamo_records import BEFORE_BREAK
 from thunder_cg.runtime.tensors import ALIGNMENT, Layout
 
 Layouts = tuple[Mapping[str, Any], Mapping[str, Layout]]  # settings of kernels, and layouts of inputs, by name

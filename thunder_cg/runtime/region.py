@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,21 +16,20 @@ from thunder_cg.analysis.ops import Op
 from thunder_cg.analysis.partition import Region
 from thunder_cg.analysis.region_io import RegionIO
 from thunder_cg.analysis.sources import users_level
-from thunder_cg.compat.tensors import storage_id, version
+from thunder_cg.compat.tensors import storage_id
 from thunder_cg.compat.torch import IS_PROFILING, profiler_state
 from thunder_cg.errors import CaptureError, CaptureRefused, DisagreementWarning, RanksDiffer, ReplayRefused, SkipReason
 from thunder_cg.runtime import skip_reasons
-from thunder_cg.runtime.backend import sentinels
 from thunder_cg.runtime.call import Call, Mode
 from thunder_cg.runtime.counts import Stats
 from thunder_cg.runtime.early_outputs import CopiedEarly, EarlyCopier
-from thunder_cg.runtime.failures import failing_op, is_out_of_memory, listed, note, sentence
-from thunder_cg.runtime.guards import Guard, OverlapGuard
-from thunder_cg.runtime.inputs import detached, place, with_buffers
+from thunder_cg.runtime.failures import failing_op, is_out_of_memory, note, sentence
+from thunder_cg.runtime.inputs import detached
 from thunder_cg.runtime.lent import Lent
 from thunder_cg.runtime.outputs import AliasedInput, Outputs
 from thunder_cg.runtime.recording import RegionGraph
-from thunder_cg.runtime.tensors import address_if_any, is_leaf_with_grad, is_plain, is_sparse, overlaps_itself
+from thunder_cg.runtime.region_capture import RegionCapture
+from thunder_cg.runtime.tensors import address_if_any, is_leaf_with_grad, is_plain
 
 if TYPE_CHECKING:
     from thunder_cg.verify.verifier import Disagreement
@@ -66,7 +65,7 @@ class RuntimeRegion:
         self.device = torch.device(planned.device)
         self.input_names = tuple(each.name for each in io.inputs)
         self.written = frozenset(i for i, each in enumerate(io.inputs) if each.written)
-        self._are_copied_out = [each.copied_out for each in io.outputs]
+        self.are_copied_out = [each.copied_out for each in io.outputs]
         self.names_in_pool = frozenset(each.name for each in io.outputs if not each.copied_out)  # of results
         copied_out = {each.name for each in io.outputs if each.copied_out}
         # Results that stay in the pool, and are copied out besides.
@@ -206,7 +205,7 @@ class RuntimeRegion:
         """Runs the region's ops. A result that is to be copied out is no view of the arena's memory."""
         self.stats.eager_runs += 1
         owners = list(args)
-        for i in self._in_pool(call, args):
+        for i in self.in_pool(call, args):
             owners[i] = call.owned[self.input_names[i]]
         held = {_memory(args[i]) for i in self.aliased_in_pool} - {0}
         if isinstance(args, list) and not held:
@@ -219,7 +218,7 @@ class RuntimeRegion:
         for i in self._stay_and_copied:  # the copy becomes a part of autograd's graph, and what stays does not
             results[i] = results[i].detach()
         if held:
-            to_copy = [yes and _memory(result) in held for yes, result in zip(self._are_copied_out, results)]
+            to_copy = [yes and _memory(result) in held for yes, result in zip(self.are_copied_out, results)]
             if any(to_copy):
                 outputs = Outputs(results.copy(), (), to_copy, self.device, torch.Tensor.detach)
                 outputs.deliver_owned(results, args)
@@ -260,14 +259,14 @@ class RuntimeRegion:
             began = True
             return run(inputs, copier)
 
-        run = self._keeping_results if self._lends(call) else self.function
+        run = self.keeping_results if self.lends(call) else self.function
         may_rerun = not (self.written or self.communicates) and self.io.alive.issuperset(call.owned)
         while True:
             try:
                 pool = call.memory.pool(self.device)
-                in_pool = self._in_pool(call, args)
-                taken = self._take(call, args, in_pool)
-                aliased = self._aliased_inputs(taken, in_pool)
+                in_pool = self.in_pool(call, args)
+                taken = self.take(call, args, in_pool)
+                aliased = self.aliased_inputs(taken, in_pool)
                 produced = list(pool.warm_up(function, [taken]))
                 break
             except Exception as error:
@@ -303,8 +302,8 @@ class RuntimeRegion:
         def may_lend(tensors: list[torch.Tensor]) -> Set[int]:
             return {storage_id(tensor) for tensor in tensors if _memory(tensor) not in addresses}
 
-        lends = self._lends(call) and call.mode is Mode.WARMUP
-        outputs = Outputs(produced, aliased, self._are_copied_out, self.device, pool.alias, may_lend if lends else None)
+        lends = self.lends(call) and call.mode is Mode.WARMUP
+        outputs = Outputs(produced, aliased, self.are_copied_out, self.device, pool.alias, may_lend if lends else None)
         results: list[Any] = [None] * len(produced)
         if outputs.lent:
             lent = Lent(outputs.lent, call.program.pair.stop_lending)
@@ -324,21 +323,21 @@ class RuntimeRegion:
             self._share_ownership(call, results)
         return results
 
-    def _lends(self, call: Call) -> bool:
+    def lends(self, call: Call) -> bool:
         """Whether the caller gets what it warms up or captures in the arena's memory. See Note [Lent gradients]."""
         pair, is_backward = call.program.pair, call.program.kind == "backward"
         may_lend = not (self._stay_and_copied or self.is_always_verified)
         return is_backward and may_lend and pair.lends and call.scratch is None
 
-    def _keeping_results(self, inputs: list[Any], copier: EarlyCopier) -> Sequence[Any]:
+    def keeping_results(self, inputs: list[Any], copier: EarlyCopier) -> Sequence[Any]:
         """Its function, without early copies."""
         return self.function(inputs)
 
-    def _in_pool(self, call: Call, args: Sequence[Any]) -> frozenset[int]:
+    def in_pool(self, call: Call, args: Sequence[Any]) -> frozenset[int]:
         """The arguments whose memory is the arena's."""
         return frozenset(i for i, name in enumerate(self.input_names) if call.owns(name, args[i]))
 
-    def _take(self, call: Call, args: Sequence[Any], in_pool: frozenset[int]) -> list[Any]:
+    def take(self, call: Call, args: Sequence[Any], in_pool: frozenset[int]) -> list[Any]:
         """The region's arguments, each the only owner of its memory if nothing after the region needs it.
 
         Warm-ups and captures see plain tensors where calls have parameters: a fusion that torch.compile guards by the
@@ -352,7 +351,7 @@ class RuntimeRegion:
         call.memory.forget(given_up, [*(inputs[i] for i in in_pool), *call.owned.values(), *kept])
         return inputs
 
-    def _aliased_inputs(self, taken: Sequence[Any], in_pool: frozenset[int]) -> list[AliasedInput]:
+    def aliased_inputs(self, taken: Sequence[Any], in_pool: frozenset[int]) -> list[AliasedInput]:
         """The arguments outside of the arena that results may be views of."""
         return [
             AliasedInput.of(i, taken[i])
@@ -365,7 +364,7 @@ class RuntimeRegion:
     def _capture(self, call: Call, args: Sequence[Any]) -> Sequence[Any]:
         recording = call.recording
         assert recording is not None
-        in_pool, before = self._in_pool(call, args), (self.failure, self.failed_attempts, self.stays_eager)
+        in_pool, before = self.in_pool(call, args), (self.failure, self.failed_attempts, self.stays_eager)
         try:
             self._agree(call, "before")
             with call.program.progress(call, "capturing", "captured", self):
@@ -392,7 +391,7 @@ class RuntimeRegion:
     def _run_instead(self, call: Call, args: Sequence[Any], in_pool: frozenset[int]) -> Sequence[Any]:
         """Runs the ops of a region that could not be captured."""
         # In the arena the memory of the warm-up is at hand, unless the capture has given up what the ops read.
-        if in_pool == self._in_pool(call, args):
+        if in_pool == self.in_pool(call, args):
             with suppress(_NotRun):
                 return self._run_in_arena(call, args)
         return self._run_eagerly(call, args)
@@ -452,142 +451,28 @@ class RuntimeRegion:
 
     def _record(self, call: Call, args: Sequence[Any]) -> Sequence[Any]:
         """Captures the region's ops, replays the graph, and keeps it in the recording."""
-        recording = call.recording
-        assert recording is not None and call.trace is not None
-        pool = call.memory.pool(self.device)
-        tensors = args[: len(self.input_names)]
-        in_pool = self._in_pool(call, tensors)
-        static = in_pool | frozenset(
-            i
-            for i, name in enumerate(self.input_names)
-            if tensors[i] is not None and call.program.is_static(name, recording)
-        )
-        self._check_inputs(tensors, static)
-        placing = partial(place, pool, tensors, static, self._passed_twice(call, tensors, static, in_pool))
+        assert call.recording is not None and call.trace is not None
         verifies = (call.verifies or self.is_always_verified) and not self.communicates
-        check = call.program.verifier.record(self, pool, tensors, placing, in_pool) if verifies else None
-        copied, buffers = placing()
-        operators = listed([f"{op.name} {call.program.ops.place(op)}" for op in self.ops])
-        graph = RegionGraph(copied, self.written, f"{self.name} of {call.program.label}", operators)
-        graph.scalars = slice(len(self.input_names), None)
-        graph.check = check
-        if call.program.backend.runs_captures:
-            graph.copy_in(tensors)
-        produced = self._capture_graph(call, graph, tensors, buffers, in_pool)
+        capture = RegionCapture(self, call, args)
+        graph, produced = capture.run(verifies=verifies)
         self._agree(call, "after")
-        graph.guarded, graph.guard = self._late_guard(call, tensors, in_pool, static)
-        graph.fixed = [pool.alias(p) if i in graph.outputs.fixed else None for i, p in enumerate(produced)]
+        capture.complete(graph, produced)
         try:
             results = self._verify(call, graph, args) if verifies else self._replay(call, graph, args)
         except ReplayRefused:
             raise
         except Exception as error:
             raise _Executed from error
-        self._keep_graph(call, graph, produced, static)
-        return results
-
-    def _keep_graph(self, call: Call, graph: RegionGraph, produced: Sequence[Any], static: frozenset[int]) -> None:
-        """Adds a graph that has run to the call's recording, which later regions and calls use."""
-        recording = call.recording
-        assert recording is not None and call.trace is not None
-        for i in graph.outputs.fixed:
-            call.owned[self.io.outputs[i].name] = produced[i]
-        for i, source in graph.outputs.view_sources.items():
-            if source in static:
-                recording.static.add(self.io.outputs[i].name)
+        call.owned |= {self.io.outputs[i].name: produced[i] for i in graph.outputs.fixed}
+        views = graph.outputs.view_sources.items()
+        call.recording.static |= {self.io.outputs[i].name for i, source in views if source in capture.static}
         if self.disagreement is None:
             self.failure = None
         self.stats.captures += 1
         self.stats.replays += 1
         self.stats.bytes_in, self.stats.bytes_out = graph.nbytes_in, graph.nbytes_out
         call.trace.graphs[self.index] = graph
-
-    def _capture_graph(
-        self, call: Call, graph: RegionGraph, args: Sequence[Any], buffers: list[Any], in_pool: frozenset[int]
-    ) -> list[Any]:
-        """Records the ops into ``graph``; returns the results that have an address."""
-        pool = call.memory.pool(self.device)
-        captured = with_buffers(self._take(call, args, in_pool), buffers)
-        buffers.clear()  # the list of inputs alone owns them, so that their memory is reused after their last use
-        aliased = self._aliased_inputs(captured, in_pool)
-        # `aliased` keeps inputs: a result with the address of one would be taken for a view of it. `written` keeps what
-        # is copied back after a replay, so that its memory is not reused on the way.
-        written = {i: captured[i] for i in self.written}
-        versions = {i: version(t) for i in self.written - in_pool if not (t := written[i]).is_inference()}
-        produced: list[Any] = []
-        assert call.recording is not None
-        saved = {*map(storage_id, call.owned.values()), *map(storage_id, call.recording.owned.values())}
-        lends = self._lends(call)
-
-        def may_lend(tensors: list[torch.Tensor]) -> Set[int]:
-            return pool.owned(tensors) - saved if lends else set()
-
-        def sources(results: Sequence[Any]) -> list[torch.Tensor]:
-            for output, result in zip(self.io.outputs, results):
-                if is_sparse(result):
-                    problem = f"{self.describe(output.name)} has the layout {result.layout}, which no replay can fill"
-                    raise CaptureRefused(problem)
-            produced.extend(results)
-            graph.outputs = Outputs(produced, aliased, self._are_copied_out, self.device, pool.alias, may_lend)
-            return graph.sources()
-
-        try:
-            scalars = sentinels(len(self.io.scalars))
-            captured += scalars
-            function = self._keeping_results if lends else self.function
-            graph.graph, results = pool.capture(function, [captured], graph.targets, sources, scalars)
-        finally:
-            if captured:  # the function, which empties the list, was not called
-                call.owned.update((self.input_names[i], captured[i]) for i in in_pool)
-        del results
-        if graph.outputs.lent:
-            graph.lent = Lent(graph.outputs.lent, call.program.pair.stop_lending)
-        graph.outputs.disown()
-        graph.touched = frozenset(i for i, before in versions.items() if version(written[i]) != before)
-        return produced
-
-    def _passed_twice(
-        self, call: Call, args: Sequence[Any], static: frozenset[int], in_pool: frozenset[int]
-    ) -> dict[int, int]:
-        """Arguments that are the same tensor as another one, and that one, where a guard checks that they stay so."""
-        first: dict[tuple[int, bool], int] = {}
-        found: dict[int, int] = {}
-        apart = in_pool | self.written
-        read = [i for i, arg in enumerate(args) if arg is not None and i not in apart]
-        for i in sorted(read, key=lambda i: i not in static):  # what is static comes first
-            key = id(args[i]), self.input_names[i] in call.program.inputs  # which guard
-            if (other := first.setdefault(key, i)) != i and i not in static:
-                found[i] = other
-        return found
-
-    def _late_guard(
-        self, call: Call, args: Sequence[Any], in_pool: frozenset[int], static: frozenset[int]
-    ) -> tuple[tuple[int, ...], Guard | None]:
-        """The check of what did not exist when the call began, because an eager operator makes it."""
-        late = [i for i, n in enumerate(self.input_names) if n not in call.program.inputs and i not in in_pool]
-        if late and self.written:
-            late = [i for i in range(len(args)) if i not in in_pool]
-        if not late:
-            return (), None
-        position = {i: p for p, i in enumerate(late)}
-        guard = Guard(
-            [args[i] for i in late],
-            [position[i] for i in late if i in static],
-            frozenset(position[i] for i in self.written if i in position),
-        )
-        return tuple(late), guard
-
-    def _check_inputs(self, args: Sequence[Any], static: frozenset[int]) -> None:
-        for i, (name, arg) in enumerate(zip(self.input_names, args)):
-            if not is_plain(arg):
-                raise TypeError(f"{self.describe(name)} is a {type(arg).__name__}, not a plain tensor")
-            # The seed of an attention that ran without a graph is on the host, whatever the trace says.
-            if arg is not None and arg.device != self.device:
-                raise CaptureRefused(f"{self.describe(name)} is on {arg.device}, and the graph on {self.device}")
-            if i in self.written and i not in static and overlaps_itself(arg):
-                raise ValueError(f"{self.describe(name)} is written in place and overlaps itself")
-        if self.written and not OverlapGuard(args, static, self.written).admits(args):
-            raise ValueError("an input that is written in place shares memory with another")
+        return results
 
 
 class _Executed(Exception):

@@ -26,7 +26,7 @@ from thunder_cg.compat.tensors import (
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.tensors import layout, same_tensors
 from thunder_cg.step.collector import facts_of
-from thunder_cg.step.facts import ATOMS, fact_of
+from thunder_cg.step.facts import ATOMS, Difference, fact_of
 from thunder_cg.step.fixes import fix_of_argument
 from thunder_cg.step.gradients import place_of
 from thunder_cg.step.structure import Structure
@@ -133,11 +133,8 @@ def _flattened(arguments: Any) -> tuple[list[Any], Any, dict[int, Any]]:
     return *tree_flatten(arguments, is_leaf), seen
 
 
-def changed_argument(before: Any, after: Any) -> tuple[str, Any, Any] | None:
-    """The first argument that differs in two layouts of batches that are alike in all else.
-
-    Its name, and its values before and after: "argument 0"; or, of a tensor, "the shape of argument 0", and the shapes.
-    """
+def changed_argument(before: Any, after: Any) -> Difference | None:
+    """The first argument that differs in two layouts of batches that are alike in all else; of a tensor its shape."""
     (shapes, then, *rest), (now_shapes, now, *now_rest) = before, after
     if rest != now_rest:
         return None
@@ -146,13 +143,13 @@ def changed_argument(before: Any, after: Any) -> tuple[str, Any, Any] | None:
         if a is b is _TENSOR:
             (old, *_), (new, *_) = next(pairs)
             if old != new:
-                return f"the shape of {argument_at(structure, i)}", old, new
+                return Difference(f"the shape of {argument_at(structure, i)}", old, new)
         elif _TENSOR in (a, b):
             return None
         elif a != b:
             changed = (pair for pair in zip(a[1], b[1]) if pair[0] != pair[1])  # in what a value has
             then, now = next(changed, (a[0], b[0])) if a[0] == b[0] else (a[0], b[0])
-            return argument_at(structure, i), then, now
+            return Difference(argument_at(structure, i), then, now)
     return None
 
 

@@ -101,6 +101,13 @@ class Content:
         return "something else"
 
 
+_OTHER = Content(None)
+
+
+class Hash(int):
+    """A fact that is the hash of what an object holds, which says nothing to a reader."""
+
+
 def fact_of(value: Any) -> Any:
     """A value without what it refers to: of a plain one its content."""
     if isinstance(value, types.MethodType):  # each lookup makes a new one
@@ -122,27 +129,48 @@ def is_equal(now: Any, then: Any) -> bool:
     return now is then or bool(fact_of(now) == fact_of(then))
 
 
-def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
-    """The first fact that differs, with both values; None if none does."""
+class Difference(NamedTuple):
+    """A fact that differs. In words it is "losses changed from 1 to 2"."""
+
+    label: str
+    before: Any  # `MISSING` where there was no such fact
+    after: Any
+
+    @property
+    def shown(self) -> tuple[str, str]:
+        """Both values in words; "" if there are not both, or if they say nothing to a reader."""
+        if self.before is MISSING or self.after is MISSING or isinstance(self.before, (Content, Hash)):
+            return "", ""
+        return f"{self.before!r:.80}", f"{self.after!r:.80}"
+
+    def __str__(self) -> str:
+        if self.after is MISSING:
+            return f"{self.label} was {self.before!r:.80} and is gone"
+        if self.before is MISSING:
+            return f"{self.label} is new: {self.after!r:.80}"
+        before, after = self.shown
+        return f"{self.label} changed from {before} to {after}" if after else f"{self.label} changed"
+
+
+def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> Difference | None:
+    """The first fact that differs; None if none does."""
     for label, value in before.items():
         if label not in after:
             return _gone(label, value, after)
-        if after[label] != value and isinstance(value, Content):
-            return f"{label} changed"
         if after[label] != value:
-            return f"{label} changed from {value!r:.80} to {after[label]!r:.80}"
+            return Difference(label, value, after[label])
     new = next((label for label in after if label not in before), None)
-    return None if new is None else f"{new} is new: {after[new]!r:.80}"
+    return None if new is None else Difference(new, MISSING, after[new])
 
 
-def _gone(label: str, value: Any, after: Mapping[str, Any]) -> str:
-    """What to say of a fact that there is no more. A container has none of its own, but those of what it holds."""
+def _gone(label: str, value: Any, after: Mapping[str, Any]) -> Difference:
+    """A fact that there is no more. A container has none of its own, but those of what it holds."""
     name = re.sub(r"^(len|type)\((.*)\)$", r"\2", label)
     if not any(re.match(rf"{re.escape(name)}\W", subject(each)) for each in after):
-        return f"{label} was {value!r:.80} and is gone"
-    return f"{label} changed from {value!r:.80} to something else" if name == label else f"what {name} holds changed"
+        return Difference(label, value, MISSING)
+    return Difference(label, value, _OTHER) if name == label else Difference(f"what {name} holds", _OTHER, _OTHER)
 
 
-def subject(change: str) -> str:
-    """What a fact or a change is about, without what is said of it: "len(losses) changed ..." begins with "losses"."""
-    return re.sub(r"^(len\(|what |the order of |the bases of |the name of |type\()+", "", change)
+def subject(label: str) -> str:
+    """What a fact is about: "len(losses)" begins with "losses"."""
+    return re.sub(r"^(len\(|what |the order of |the bases of |the name of |type\()+", "", label)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from traceback import walk_tb
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,17 +30,25 @@ from thunder_cg.compat.tensors import tensors_in
 from thunder_cg.errors import Skipped, SkipReason
 from thunder_cg.step.bytecode import instructions
 from thunder_cg.step.calls import is_of_package, line_with_code
-from thunder_cg.step.facts import REQUIRES_GRAD, WITH_HISTORY, Atom, Facts, Same, difference, subject
+from thunder_cg.step.facts import (
+    REQUIRES_GRAD,
+    WITH_HISTORY,
+    Atom,
+    Content,
+    Difference,
+    Facts,
+    Same,
+    difference,
+    subject,
+)
+from thunder_cg.step.lookups import MISSING
 from thunder_cg.step.packages import is_installed, is_users
 
 if TYPE_CHECKING:
     from thunder_cg.step.state import StepState
 
-_ONCE = {
-    r"the priorities of torch\.nn\.attention\.sdpa_kernel": "PyTorch does at the first attention",
-    r"len\(.*\.state\) changed from 0 to ": "in the first step of an optimizer",
-}
-_IS_MADE = re.compile(" changed from None to (a tensor|something)")
+_STATE_OF_OPTIMIZER = re.compile(r"len\(.*\.state\)")
+_PRIORITIES = "the priorities of torch.nn.attention.sdpa_kernel"
 _RATE = "make the learning rate a tensor on the device, which a scheduler then writes"
 _CONSTANT = "keep it constant, as OneCycleLR does with cycle_momentum=False"
 _RANDOM = "draw with torch on the device"
@@ -98,20 +106,21 @@ _FIXES = {
 _OF_HOST = {_READ, _MASK, _NUMBERS, _READ_OR_MASK}
 
 
-def change_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
-    """The first fact that differs, in words; None if none does."""
-    change = difference(before, after)
-    is_random = change is not None and change.startswith("the state of")  # as values it has hashes
-    return change.partition(" from ")[0] if change is not None and is_random else change
+class Changed(NamedTuple):
+    """What a step has changed."""
+
+    reason: SkipReason  # with the line; without a fix if that may be once only
+    once: str = ""  # what to say then
+    if_repeated: str = ""  # what to do about it if each step does it
 
 
-def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_step: bool) -> str:
+def fix_of_change(change: Difference, facts: Facts, roots: Mapping[str, Any], *, in_step: bool) -> str:
     """What to do about a fact that changes in each step, or between steps. "" if that may be once only.
 
     Args:
         facts: of the state. They and ``roots`` name the optimizers.
     """
-    label = subject(change).partition(" ")[0]
+    label = subject(change.label).partition(" ")[0]
     named = {name: fact.value for name, fact in facts.items() if isinstance(fact, Same)} | dict(roots)
     owners = {name: value for name, value in named.items() if label.startswith(f"{name}.")}
     if (fix := _fix_of_torchs(change, label, owners, in_step=in_step)) is not None:
@@ -120,15 +129,16 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
         return ""
     if isinstance(owner := named.get(label), torch.Generator):
         return _OWN_GENERATOR
-    if change.startswith("the state of") or (change.startswith("what ") and hasattr(owner, "random")):
+    is_of_what = change.label.startswith("what ")
+    if change.label.startswith("the state of") or (is_of_what and hasattr(owner, "random")):
         return _RANDOM
-    if in_step and change.startswith("what ") and f"len({label})" in facts:
+    if in_step and is_of_what and f"len({label})" in facts:
         return _KEYS
     if label.startswith("_Progress.") or ".optim_step_progress." in label:
         return _LIGHTNINGS
     if not in_step and isinstance(fact := facts.get(label), Atom) and fact.kind is int:
         return f"{_DECIDES}; or {_IN_PLACE}"
-    then, _, now = change.partition(" changed from ")[2].partition(" to ")
+    then, now = change.shown
     if in_step and now.endswith(WITH_HISTORY):
         return "detach it at the end of the step: a graph keeps no history"
     if in_step and then != now and then.removesuffix(REQUIRES_GRAD) == now.removesuffix(REQUIRES_GRAD):
@@ -136,10 +146,10 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
     if not in_step:
         return _BETWEEN
     counted = f"; {_COUNTED}{_OF_DICTIONARY * label.endswith(']')}" * f"{then}{now}".isdigit()
-    return _ADDS if change.startswith("len(") else _IN_STEP + counted
+    return _ADDS if change.label.startswith("len(") else _IN_STEP + counted
 
 
-def _fix_of_torchs(change: str, label: str, owners: Mapping[str, Any], *, in_step: bool) -> str | None:
+def _fix_of_torchs(change: Difference, label: str, owners: Mapping[str, Any], *, in_step: bool) -> str | None:
     """The same for what optimizers, schedulers, scalers and averages of PyTorch's have; None for all else."""
     optimizer = next((value for value in owners.values() if isinstance(value, Optimizer)), None)
     if "['lr']" in label:
@@ -155,17 +165,26 @@ def _fix_of_torchs(change: str, label: str, owners: Mapping[str, Any], *, in_ste
     if "['betas']" in label or "['momentum']" in label:
         return _CONSTANT
     are_torchs = any(isinstance(value, (Optimizer, GradScaler, AveragedModel)) for value in owners.values())
-    return "" if are_torchs and " from a tensor" not in change else None
+    was_tensor = _is_tensor(change.before) and change.after is not MISSING
+    return "" if are_torchs and not was_tensor else None
 
 
-def fix_if_repeated(change: str) -> str:
+def _is_tensor(fact: Any) -> bool:
+    return isinstance(fact, Same) and isinstance(fact.value, Tensor)
+
+
+def fix_if_repeated(change: Difference) -> str:
     """What to do about what a step makes in the place of None, if each step does."""
-    return _BETWEEN if _IS_MADE.search(change) else ""
+    is_made = change.shown[0] == "None" and (_is_tensor(change.after) or isinstance(change.after, Content))
+    return _BETWEEN if is_made else ""
 
 
-def of_first_step(change: str) -> str:
+def of_first_step(change: Difference) -> str:
     """What to say of a change that needs no fix."""
-    return next((f", as {said}: nothing to change" for sign, said in _ONCE.items() if re.match(sign, change)), "")
+    if change.label.startswith(_PRIORITIES):
+        return ", as PyTorch does at the first attention: nothing to change"
+    is_first = change.shown[0] == "0" and _STATE_OF_OPTIMIZER.fullmatch(change.label)
+    return ", as in the first step of an optimizer: nothing to change" if is_first else ""
 
 
 def _of_rate(optimizer: Optimizer | None) -> str:
@@ -174,32 +193,34 @@ def _of_rate(optimizer: Optimizer | None) -> str:
     return _RATE if follows or optimizer is None else f"{_RATE}, and {_make(optimizer)}"
 
 
-def reason_of_change(
+def first_changed(
     before: Mapping[str, Any], after: Mapping[str, Any], state: StepState, roots: Mapping[str, Any]
-) -> SkipReason | None:
-    """The first fact that a step changes, with its line, and what to do about it; None if it changes none."""
-    if (change := change_between(before, after)) is None:
+) -> Changed | None:
+    """The first fact that a step changes; None if it changes none."""
+    if (change := difference(before, after)) is None:
         return None
     if fix := fix_of_change(change, state.facts, roots, in_step=True):
         fix = "; ".join(filter(None, (fix, _also_changed(change, before, after, state, roots))))
-    return SkipReason(change + (state.line_of(change) if fix or fix_if_repeated(change) else ""), fix)
+    if_repeated = fix or fix_if_repeated(change)
+    line = state.line_of(change.label) if if_repeated else ""
+    return Changed(SkipReason(f"{change}{line}", fix), "" if fix else of_first_step(change), if_repeated)
 
 
 def _also_changed(
-    change: str, before: Mapping[str, Any], after: Mapping[str, Any], state: StepState, roots: Mapping[str, Any]
+    change: Difference, before: Mapping[str, Any], after: Mapping[str, Any], state: StepState, roots: Mapping[str, Any]
 ) -> str:
     """What else keeps the step in Python: "history['step'] (see train.py:31) changed, too". "" if nothing does.
 
     Only values and lengths are said, of those that belong to one name the first, and nothing that may change once only.
     """
-    seen, others = {_root_of(change)}, []
-    for label, value in before.items():
-        is_number = isinstance(value, (Atom, int))  # or a length; a tensor may have several names
-        if is_number and after.get(label, value) != value and (root := _root_of(label)) not in seen:
-            said = difference({label: value}, {label: after[label]})
-            if fix_of_change(str(said), state.facts, roots, in_step=True):
-                seen.add(root)
-                others.append(label + state.line_of(str(said)))
+    seen, others = {_root_of(change.label)}, []
+    numbers = ((label, then) for label, then in before.items() if isinstance(then, (Atom, int)))  # or lengths
+    changes = (Difference(label, then, after[label]) for label, then in numbers if after.get(label, then) != then)
+    for also in changes:  # of tensors none, since one may have several names
+        label, root = also.label, _root_of(also.label)
+        if root not in seen and fix_of_change(also, state.facts, roots, in_step=True):
+            seen.add(root)
+            others.append(label + state.line_of(label))
     return f"{', '.join(others[:_MOST_OTHERS])} changed, too" if others else ""
 
 

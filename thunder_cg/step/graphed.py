@@ -46,7 +46,7 @@ from thunder_cg.step.attributes import Attributes
 from thunder_cg.step.averages import move_counters
 from thunder_cg.step.batch import Batch, changed_argument
 from thunder_cg.step.calls import Calls
-from thunder_cg.step.facts import Facts
+from thunder_cg.step.facts import Facts, difference
 from thunder_cg.step.gradients import FirstGradients, GraphGradient
 from thunder_cg.step.memory import PythonCall, making_states_apart, nbytes
 from thunder_cg.step.outside import named, states_outside, thread_states
@@ -412,15 +412,15 @@ class GraphedStep:
         self._carried |= {place.key: place for place in carried.values()}
         before, now = outside | state.facts, states_outside(state.device) | after.facts
         before, now = ({label: v for label, v in each.items() if label not in carried} for each in (before, now))
-        change = None if is_new else state.moved_since(places, may_move=True)
-        change = change or fixes.reason_of_change(before, now, state, self._roots)
-        if change is None:
+        moved = None if is_new else state.moved_since(places, may_move=True)
+        changed = fixes.Changed(moved) if moved else fixes.first_changed(before, now, state, self._roots)
+        if changed is None:
             needs = python.allocated(after)
             facts = self._state().facts if is_new or carried else state.facts
             self._note_ready(call, reason, _Ready(facts, needs + nbytes(call.batch.tensors), needs))
         else:
             self.skipped -= Counter([reason])
-            self._note_change(call.layout, change, state, self._state() if is_new else state)
+            self._note_change(call.layout, changed, state, self._state() if is_new else state)
         return result
 
     def _note_ready(self, call: _Call, reason: SkipReason, ready: _Ready) -> None:
@@ -432,37 +432,34 @@ class GraphedStep:
             if len(self._ready) == _MAX_UNSTABLE and not self.captures:
                 self._warn(reason)
         elif not reason.problem.startswith(_FIRST):
-            fix = self.if_repeated[reason] or fixes.fix_if_repeated(reason.problem)
-            self._count_unstable(SkipReason(reason.problem, fix))
+            self._count_unstable(SkipReason(reason.problem, self.if_repeated[reason]))
 
-    def _note_change(self, layout: Any, change: SkipReason, state: StepState, by_now: StepState) -> None:
+    def _note_change(self, layout: Any, changed: fixes.Changed, state: StepState, by_now: StepState) -> None:
         """A call in Python has changed its state."""
         # A hook is the cause, maybe. What changes once, as the first step's state does, is not what is in the way.
-        objection = by_now.hooked or (None if change.fix else by_now.objection)
+        problem, fix = changed.reason
+        objection = by_now.hooked or (None if fix else by_now.objection)
         if objection is not None:
             self.skipped[objection] += 1
             self._refuse(layout, state.facts, objection)
             return
-        problem, fix = change
-        self.skipped[SkipReason(f"{problem}, in the step{'' if fix else fixes.of_first_step(problem)}", fix)] += 1
-        self._count_unstable(SkipReason(problem, fix or fixes.fix_if_repeated(problem)))
+        self.skipped[SkipReason(f"{problem}, in the step{changed.once}", fix)] += 1
+        self._count_unstable(SkipReason(problem, fix or changed.if_repeated))
 
     def _what_is_new(self, layout: Any, state: StepState) -> tuple[SkipReason, str]:
         """Why a call runs in Python and is noted, and what to do about that if it is so in each call."""
         known = next(iter(self._ready.get(layout, ())), None)
-        if known is not None and (change := fixes.change_between(known.facts, state.facts)) is not None:
-            fix = fixes.fix_of_change(change, state.facts, self._roots, in_step=False)
-            return SkipReason(f"{change}{state.line_of(change) if fix else ''}{_BETWEEN}"), fix
+        if known is not None and (change := difference(known.facts, state.facts)) is not None:
+            fix = fixes.fix_of_change(change, state.facts, self._roots, in_step=False) or fixes.fix_if_repeated(change)
+            return SkipReason(f"{change}{state.line_of(change.label) if fix else ''}{_BETWEEN}"), fix
         before, self._new_layout = self._new_layout, layout
         states = [named(each[3:]) for each in (before, layout) if each is not None]
-        if len(states) == 2 and (change := fixes.change_between(*states)) is not None:
+        if len(states) == 2 and (change := difference(*states)) is not None:
             return SkipReason(f"{_FIRST}, since {change}"), ""
-        if before is not None and (changed := changed_argument(before, layout)) is not None:
-            name, then, now = changed
-            problem = f"{name} changed from {then!r:.80} to {now!r:.80}"
-            if name.startswith(_SHAPE):
-                return SkipReason(problem, for_shapes((then, now))), ""
-            return SkipReason(problem), fixes.fix_of_changed_argument(now)
+        if before is not None and (change := changed_argument(before, layout)) is not None:
+            if change.label.startswith(_SHAPE):
+                return SkipReason(str(change), for_shapes((change.before, change.after))), ""
+            return SkipReason(str(change)), fixes.fix_of_changed_argument(change.after)
         return SkipReason(_FIRST), ""
 
     def _capture(self, state: StepState, call: _Call, ready: _Ready, calls: Calls, votes: Round) -> StepRecording:

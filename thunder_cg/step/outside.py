@@ -13,7 +13,7 @@ import torch
 
 from thunder_cg.compat.distributed import allows_implicit_replication
 from thunder_cg.compat.settings import Settings, kernel_settings, names_of_settings
-from thunder_cg.step.facts import Content
+from thunder_cg.step.facts import Content, Hash
 
 
 class _Autocast(NamedTuple):
@@ -81,11 +81,11 @@ def shared_generator(value: Any) -> str | None:
 
 def random_states(device: torch.device) -> dict[str, Any]:
     """States of random numbers that no replay draws: those of Python and NumPy, and the CPU's beside a GPU's graph."""
-    facts: dict[str, Any] = {_PYTHONS: hash(random.getstate())}
+    facts: dict[str, Any] = {_PYTHONS: Hash(hash(random.getstate()))}
     if device.type != "cpu":
         facts["the state of PyTorch's random numbers on the CPU"] = Content(torch.get_rng_state().numpy().tobytes())
     if "numpy" in sys.modules:
         import numpy
 
-        facts[_NUMPYS] = hash(pickle.dumps(numpy.random.get_state(legacy=False)))
+        facts[_NUMPYS] = Hash(hash(pickle.dumps(numpy.random.get_state(legacy=False))))
     return facts

@@ -41,8 +41,8 @@ from thunder_cg.runtime.tensors import address_if_any, has_history, is_plain
 from thunder_cg.step.averages import known_to_be_positive
 from thunder_cg.step.batch import COPY_CONTAINER, Batch
 from thunder_cg.step.calls import Calls, StepCollective
-from thunder_cg.step.facts import ATOMS
-from thunder_cg.step.fixes import change_between, fix_of_change
+from thunder_cg.step.facts import ATOMS, difference
+from thunder_cg.step.fixes import fix_of_change
 from thunder_cg.step.gradients import ANY, LIKE, THERE, ExpectedGradients, GradientsBefore, GraphGradient, Overwritten
 from thunder_cg.step.heap import known_tensors
 from thunder_cg.step.memory import nbytes
@@ -606,7 +606,7 @@ class StepCapture:
         for label in compress([*found, *names], has_changed[len(tensors) :]):
             if label is None:
                 raise CaptureRefused("the step writes to an argument", "clone it first")
-            fix, line = "make a new one, as in x = x + 1 for x += 1", state.line_of(f"{label} ")
+            fix, line = "make a new one, as in x = x + 1 for x += 1", state.line_of(label)
             problem = f"the step writes to the tensor that it finds in {label}{line}, and puts another there"
             raise CaptureRefused(problem, fix)
         for line in (self.calls.written[at] for at in map(address_if_any, buffers) if at in self.calls.written):
@@ -647,11 +647,11 @@ class StepCapture:
         return None
 
     def _refuse_change(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-        if (change := change_between(before, after)) is not None:
+        if (change := difference(before, after)) is not None:
             fix = fix_of_change(change, self.state.facts, {}, in_step=True)
             if not fix:
                 raise CaptureLater(f"{change}, in the step")
-            raise CaptureRefused(f"Python changes in each step: {change}{self.state.line_of(change)}", fix)
+            raise CaptureRefused(f"Python changes in each step: {change}{self.state.line_of(change.label)}", fix)
 
     def _held_elsewhere(self) -> list[Tensor]:
         """Tensors that may be in the arena, besides those of the new graph."""

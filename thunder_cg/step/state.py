@@ -308,13 +308,12 @@ class StepState:
         problem, fix = objections[0]
         return SkipReason(problem if re.search(r":\d", problem) else problem + self.line_of(problem), fix)
 
-    def line_of(self, change: str) -> str:
-        """The line of the user's code that names what a change is of: " (see train.py:31)"; "" if none is known.
+    def line_of(self, label: str) -> str:
+        """The line of the user's code that names what a fact is about: " (see train.py:31)"; "" if none is known.
 
         Of an attribute it is the one that writes it, if one does; of a container it is each, as any may write it.
         """
-        label = subject(change)
-        named = [each for each in self._lines if re.match(rf"{re.escape(each.name)}\W", label)]
+        named = [each for each in self._lines if re.match(rf"{re.escape(each.name)}(?!\w)", subject(label))]
         if not named or not (longest := max(named, key=lambda each: len(each.name))).line:
             return ""
         same = [each for each in self._lines if each.container is not None and each.container == longest.container]
@@ -362,7 +361,7 @@ class StepState:
                 name = self.name_of(tensor)
                 problem = f"{name} got other memory or another shape"
                 fix = f"write {name} in place, such as by .data.copy_(), or set it outside of the step"
-                return SkipReason(problem + self.line_of(problem), fix)
+                return SkipReason(problem + self.line_of(name), fix)
         return None
 
     def carried_values(self) -> list[Carried]:
