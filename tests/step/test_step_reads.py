@@ -1991,7 +1991,16 @@ def test_named_tensors(step_twins):
     assert step.replays == 2, step.in_python
 
 
-@pytest.mark.parametrize("read", [np.from_dlpack, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize(
+    "read",
+    [
+        np.from_dlpack,
+        lambda x: pickle.loads(pickle.dumps(x)),
+        lambda x: [str(x.sum())[len("tensor(") : -1]],
+        lambda x: [f"{x.sum()!r}"[len("tensor(") : -1]],
+    ],
+    ids=["dlpack", "pickle", "str", "repr"],
+)
 def test_values_that_a_library_reads(read):
     """On a GPU, neither can be captured."""
     step = graphed_step(lambda x: x * float(read(x)[0]), backend="tape")
