@@ -1908,6 +1908,34 @@ def test_inference_mode(step_twins, device):
     assert any("made in inference mode" in reason for reason in step.in_python)
 
 
+@pytest.mark.parametrize("made_inside", [False, True])
+def test_inference_mode_around_the_step(step_twins, made_inside):
+    """It may write to its own tensors, and to no argument."""
+
+    def run(graphed):
+        model, total = step_twins.model(), torch.zeros((), device=step_twins.device)
+
+        def evaluate(x, y):
+            loss = cross_entropy(model(x), y)
+            total.add_(loss)
+            return loss
+
+        def spoil(x):
+            return x.add_(1)
+
+        step, broken, results = graphed(evaluate), graphed(spoil), []
+        for _ in range(6):
+            batch = step_twins.batch()
+            with torch.inference_mode():
+                x, y = (each.clone() for each in batch) if made_inside else batch
+                results += [step(x, y), broken(x).clone(), x.clone()]
+        return [*results, total], (step, broken)
+
+    step, broken = step_twins.both(run)
+    assert step.replays == 4, why(step)
+    assert not broken.replays and "the step writes to an argument" in why(broken), why(broken)
+
+
 def test_a_step_does_not_keep_the_graphs_of_its_modules(step_twins):
     """The step holds the whole iteration, so the regions of its module have no arenas."""
     model = step_twins.compiled(step_twins.model())
