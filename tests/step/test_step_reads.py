@@ -1735,6 +1735,7 @@ def test_a_file_that_is_read():
     with open(__file__) as file:
         objection = StepState(lambda y: y * len(file.readline()), {}, "cpu").objection
     assert "file is a TextIOWrapper, which no replay would advance" in str(objection)
+    assert str(objection).endswith("; read what the step needs, and write what it returns, outside of the step")
 
 
 def test_what_is_too_deep_to_compare():
