@@ -174,6 +174,62 @@ def test_a_scale_that_the_step_reads(run):
     assert step.replays == 0 and "call get_scale() outside of the step" in said, said
 
 
+def test_a_scaler_that_is_updated_outside_of_the_step(run, device):
+    """Between `step` and `update`, it notes in Python what it has done."""
+    scaler = torch.amp.GradScaler(device, init_scale=2.0)
+
+    def unfinished(model, optimizer):
+        def inner(loss):
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+
+        return inner
+
+    step, (said,) = run(unfinished, between=lambda step, i: scaler.update(), fused=True)
+    assert step.replays == 0 and "(see test_fixes.py:" in said and said.endswith("call update() in the same step"), said
+
+
+def test_a_learning_rate_that_is_another_tensor_each_time(run, device):
+    def replace(step, i):
+        step.optimizer.param_groups[0]["lr"] = torch.tensor(0.1 / (i + 1), device=device)
+
+    def fill(step, i):
+        step.optimizer.param_groups[0]["lr"].fill_(0.1 / (i + 1))
+
+    options = {"lr": torch.tensor(0.1, device=device), "fused": True}
+    step, (said,) = run(plain, between=replace, **options)
+    assert step.replays == 0 and said.endswith("write it into the tensor that is there, as in group['lr'].fill_(rate)")
+    step, said = run(plain, between=fill, **options)
+    assert step.replays >= 6 and not said, said
+
+
+def test_an_optimizer_that_steps_outside(step_twins):
+    """Its closure is a graph, if the closure does not name it."""
+
+    def of(clears):
+        def run(graphed):
+            model = nn.Linear(4, 4).to(step_twins.device)
+            optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+            owner = {"model": model, "optimizer": optimizer}[clears]
+
+            def closure(x):
+                owner.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                return loss
+
+            step, losses = graphed(closure), []
+            for _ in range(8):
+                x = step_twins.batch()[0]
+                losses.append(optimizer.step(lambda x=x: step(x)))
+            return [*losses, *model.parameters()], step
+
+        return step_twins.both(run)
+
+    assert "clear gradients in the step by model.zero_grad()" in str(of("optimizer").in_python)
+    assert of("model").replays >= 12
+
+
 @pytest.mark.parametrize("kind", ["FakeQuantize", "FusedMovingAvgObsFakeQuantize"])
 def test_fake_quantization(run, backend, kind):
     quantization = torch.ao.quantization
@@ -365,6 +421,10 @@ def test_what_the_loop_decides(step_twins):
     ("how", "fix"),
     [
         (lambda m: m.weight.register_hook(lambda g: g), "; remove it, and do in the step what it does"),
+        (
+            lambda m: _of_all.append(nn.modules.module.register_module_forward_hook(lambda *_: None)),
+            ", which runs Python in each step; remove it, and do in the step what it does",
+        ),
         (lambda m: prune.identity(m, "weight"), "take torch.nn.utils.parametrize with a module that multiplies by"),
     ],
 )
@@ -380,7 +440,24 @@ def test_what_to_do_about_hooks(run, device, how, fix):
         return inner
 
     step, (said, *_) = run(make)
+    while _of_all:
+        _of_all.pop().remove()
     assert step.replays == 0 and fix in said, said
+
+
+_of_all = []  # hooks of all modules
+
+
+def test_tensors_that_no_graph_can_have(step_twins):
+    sparse = torch.eye(3, device=step_twins.device).to_sparse()
+    dense = sparse.to_dense()
+    step, followed = step_twins.graphed(lambda x: sparse @ x), step_twins.graphed(lambda x: dense @ x)
+    for _ in range(4):
+        x = torch.randn(3, 2, device=step_twins.device)
+        assert torch.equal(step(x), followed(x))
+    (said,) = (each for each in step.in_python if "sparse" in each)
+    assert re.match(r"the step uses sparse \(see test_fixes.py:\d+\), a tensor with the layout", said), said
+    assert said.endswith("make it dense before the step, as in x.to_dense()") and followed.replays >= 2, said
 
 
 def test_generators_of_the_users(run, device):

@@ -1047,7 +1047,8 @@ def test_nested_tensors(step_twins):
         same(reads(x), x * 5)
         same(takes(nested), nested.to_padded_tensor(0.0) * 2)
         same(ignores(x), x * 2)
-    assert "the step uses a nested tensor, which has no shape; pad it" in why(reads)
+    said = r"the step uses nested \(see .+\), a nested tensor, which has no shape; pad it"
+    assert re.search(said, why(reads)), why(reads)
     assert "argument 0 is a nested tensor, not a plain tensor of a batch" in why(takes)
     assert ignores.replays == 2, why(ignores)
 
@@ -1906,6 +1907,34 @@ def test_inference_mode(step_twins, device):
         weight = torch.ones(3, device=device)
     step(x), step(x)
     assert any("made in inference mode" in reason for reason in step.in_python)
+
+
+@pytest.mark.parametrize("made_inside", [False, True])
+def test_inference_mode_around_the_step(step_twins, made_inside):
+    """It may write to its own tensors, and to no argument."""
+
+    def run(graphed):
+        model, total = step_twins.model(), torch.zeros((), device=step_twins.device)
+
+        def evaluate(x, y):
+            loss = cross_entropy(model(x), y)
+            total.add_(loss)
+            return loss
+
+        def spoil(x):
+            return x.add_(1)
+
+        step, broken, results = graphed(evaluate), graphed(spoil), []
+        for _ in range(6):
+            batch = step_twins.batch()
+            with torch.inference_mode():
+                x, y = (each.clone() for each in batch) if made_inside else batch
+                results += [step(x, y), broken(x).clone(), x.clone()]
+        return [*results, total], (step, broken)
+
+    step, broken = step_twins.both(run)
+    assert step.replays == 4, why(step)
+    assert not broken.replays and "the step writes to an argument" in why(broken), why(broken)
 
 
 def test_a_step_does_not_keep_the_graphs_of_its_modules(step_twins):

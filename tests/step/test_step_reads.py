@@ -1735,6 +1735,7 @@ def test_a_file_that_is_read():
     with open(__file__) as file:
         objection = StepState(lambda y: y * len(file.readline()), {}, "cpu").objection
     assert "file is a TextIOWrapper, which no replay would advance" in str(objection)
+    assert str(objection).endswith("; read what the step needs, and write what it returns, outside of the step")
 
 
 def test_what_is_too_deep_to_compare():
@@ -1991,7 +1992,16 @@ def test_named_tensors(step_twins):
     assert step.replays == 2, step.in_python
 
 
-@pytest.mark.parametrize("read", [np.from_dlpack, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize(
+    "read",
+    [
+        np.from_dlpack,
+        lambda x: pickle.loads(pickle.dumps(x)),
+        lambda x: [str(x.sum())[len("tensor(") : -1]],
+        lambda x: [f"{x.sum()!r}"[len("tensor(") : -1]],
+    ],
+    ids=["dlpack", "pickle", "str", "repr"],
+)
 def test_values_that_a_library_reads(read):
     """On a GPU, neither can be captured."""
     step = graphed_step(lambda x: x * float(read(x)[0]), backend="tape")

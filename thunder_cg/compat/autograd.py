@@ -143,7 +143,7 @@ def global_hooks() -> list[tuple[str, Mapping[Any, Any]]]:
     """The hooks of all modules and all optimizers, by what they are for."""
     modules = torch.nn.modules.module
     return [
-        ("forwards of modules", {**modules._global_forward_hooks, **modules._global_forward_pre_hooks}),
-        ("backwards of modules", {**modules._global_backward_hooks, **modules._global_backward_pre_hooks}),
-        ("steps of optimizers", {**_global_optimizer_pre_hooks, **_global_optimizer_post_hooks}),
+        ("the forward of all modules", {**modules._global_forward_hooks, **modules._global_forward_pre_hooks}),
+        ("the backward of all modules", {**modules._global_backward_hooks, **modules._global_backward_pre_hooks}),
+        ("the step of all optimizers", {**_global_optimizer_pre_hooks, **_global_optimizer_post_hooks}),
     ]

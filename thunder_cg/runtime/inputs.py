@@ -42,11 +42,11 @@ MakeBuffers = Callable[[], tuple[Sequence[CopiedInput], list[Any]]]
 def static_buffer(pool: Pool, like: torch.Tensor) -> torch.Tensor:
     """Memory of the pool with the layout of ``like``, alignment included, for a graph to read in its place.
 
-    The buffer is an inference tensor only if ``like`` is: those have no version, which shows what a capture writes.
+    The buffer is no inference tensor, even if ``like`` is: those have no version, which shows what a capture writes.
     """
     item = like.element_size()
     shift = like.data_ptr() % ALIGNMENT // item
-    with torch.inference_mode(like.is_inference()):
+    with torch.inference_mode(False):
         memory = pool.memory(max(1, (shift + span(like)) * item))
         buffer = view_of_storage(memory, like.dtype, shift, like.size(), like.stride())
         return read_as(buffer, conj=like.is_conj(), neg=like.is_neg()).data  # no view of another tensor

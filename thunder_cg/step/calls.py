@@ -75,7 +75,9 @@ _GENERATED_MODULES = "torch._inductor."  # wherever their files are
 _SEEDS = {"manual_seed", "seed", "set_offset", "set_state"}  # methods of a generator
 _STATES = {"getstate", "setstate"}  # methods that change nothing if the old state is set back
 _READS_OF_TENSORS = {"numpy", "tolist"}
-_READS_OF_TENSORS_IN_PYTHON = {vars(torch.Tensor)[name].__code__: name for name in ("__dlpack__", "__reduce_ex__")}
+_READS_OF_TENSORS_IN_PYTHON = {  # some of them under no dispatch mode, as the tape is
+    vars(torch.Tensor)[name].__code__: name for name in ("__dlpack__", "__reduce_ex__", "__repr__")
+}
 # Methods that tell which tensor or whose memory an argument is, and not what it holds.
 _TELL_APART = {"data_ptr", "storage_offset", "untyped_storage", "_is_view", "is_inference"}
 _TELL_APART_IN_PYTHON = {vars(torch.Tensor)[name].__code__: name for name in ("__hash__", "storage", "is_shared")}

@@ -71,6 +71,7 @@ _NOT_COMPARED = "is not compared before a replay"
 _NAME = "name the attribute"
 _IMPORT = "import those that the step needs"
 _NEXT = "take the next item outside of the step, and pass it as an argument"
+_OF_FILE = "read what the step needs, and write what it returns, outside of the step"
 _PASS = "read what the step needs of it outside of the step, and pass that"
 _DEEP = "have the step name what it needs, and not pass on all of {}"
 _SCRIPTED = torch.jit.ScriptModule, torch.ScriptModule, torch.ScriptMethod, torch.ScriptObject
@@ -236,7 +237,7 @@ class Collector:
             self.facts[f"{label} (version)"] = self.watch.value(partial(version, tensor))
         if tensor.device.type == "cpu" != self._device_type and has_storage(tensor):  # its memory may be an array's
             self._add_tensor_on_host(label, tensor, depth)
-        self._note_hooks(label, tensor)
+        self.note_hooks(label, hooks_of(tensor))
 
     def _add_tensor_on_host(self, label: str, tensor: Tensor, depth: int) -> None:
         if tensor.nbytes <= _MAX_ARRAY:
@@ -392,7 +393,7 @@ class Collector:
         if isinstance(root, Optimizer):
             self.holders.append(root)
             self.watch.names(root)
-            self._note_hooks(label, root)
+            self.note_hooks(label, hooks_of(root))
             self._add_attributes(label, vars(root), vars(root), ())
             return
         compiled = compiled_modules(root)
@@ -418,7 +419,7 @@ class Collector:
             self.holders += [attributes, parameters, buffers, modules]
             if (reason := why_not_in_step(module)) is not None:
                 self.hooked.append(reason._replace(problem=f"{where}: {reason.problem}"))
-            self._note_hooks(where, module)
+            self.note_hooks(where, hooks_of(module))
             for names in (parameters, buffers):
                 for name, tensor in names.items():
                     self.add(f"{where}.{name}", tensor, 0, (Place(names, name),))
@@ -457,8 +458,9 @@ class Collector:
         if is_positive:
             self.averages.append(averages)
 
-    def _note_hooks(self, where: str, value: Any) -> None:
-        for hook in hooks_of(value):
+    def note_hooks(self, where: str, hooks: Iterable[Any]) -> None:
+        """Why each of them keeps the step in Python."""
+        for hook in hooks:
             self.facts[f"hook {self._hooks} of {where}"] = Same(hook)
             self._hooks += 1
             if makes_dtensors(hook):
@@ -500,6 +502,7 @@ _KINDS: Sequence[tuple[Any, ...]] = (
     (lambda value: _referent_of(value) is not None, Collector._add_referent),
     (lambda value: _content_of(value) is not None, Collector._add_value),
     (lambda value: _is_collection(value), Collector._add_collection),
+    (lambda value: _is_read(value), "is a {}, which no replay would advance", _OF_FILE),
     (lambda value: _is_iterator(value), "is a {}, which no replay would advance", _NEXT),
     (lambda value: _looks_up_gradients(value), f"is an attrgetter of what {_NOT_COMPARED}", f"{_NAME} in the step"),
     (_is_graph, f"is a node of autograd's graph, whose content {_NOT_COMPARED}", "make the graph in the step"),
@@ -636,13 +639,17 @@ def _is_opaque(value: Any) -> bool:
     return kind is not None and _package_of(kind) not in _KNOWN_IN_C
 
 
+def _is_read(value: Any) -> bool:
+    """Whether it is a file, or what passes for one, from which somebody may read. Others are for what is written."""
+    if not isinstance(value, io.IOBase) or value in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        return False
+    return not value.closed and value.readable()
+
+
 def _is_iterator(value: Any) -> bool:
-    """Whether somebody else's code keeps how far the value has been read. A file is for what is written to it."""
+    """Whether somebody else's code keeps how far the value has been read."""
     is_queue = hasattr(type(value), "get_nowait")
-    if isinstance(value, io.IOBase):
-        is_written = value in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
-        return not is_written and not value.closed and value.readable()
-    return (is_queue or isinstance(value, Iterator)) and not _is_users(value)
+    return (is_queue or isinstance(value, Iterator)) and not isinstance(value, io.IOBase) and not _is_users(value)
 
 
 def _call_by_key(function: Any, key: Any) -> Any:

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 _STATE_OF_OPTIMIZER = re.compile(r"len\(.*\.state\)")
 _PRIORITIES = "the priorities of torch.nn.attention.sdpa_kernel"
 _RATE = "make the learning rate a tensor on the device, which a scheduler then writes"
+_SAME_RATE = "write it into the tensor that is there, as in group['lr'].fill_(rate)"
 _CONSTANT = "keep it constant, as OneCycleLR does with cycle_momentum=False"
 _RANDOM = "draw with torch on the device"
 _OWN_GENERATOR = "leave generator= out: the graph advances PyTorch's own generator alone"
@@ -70,8 +71,10 @@ _ADDS = "return what it adds, and add that outside of the step"
 _KEYS = "make the lists and numbers in it before the first step, and keep them"
 _BETWEEN = f"leave it as it is between steps, or {_IN_PLACE}"
 _OPTIMIZER = "the optimizer reads its state on the host"
+_CLEARS = "the optimizer goes on outside of the step; clear gradients in the step by model.zero_grad()"
 _OWN_OPTIMIZER = f"{_IN_PLACE}, or take a capturable optimizer"
 _SCALER = "the scaler reads on the host whether a gradient is infinite, unless the optimizer is fused"
+_UPDATE = "the scaler notes in Python that the optimizer was unscaled or stepped; call update() in the same step"
 _SCALE = "the scaler reads its scale on the host; call get_scale() outside of the step"
 _FAKE = "FakeQuantize reads on the host whether it is on; take FusedMovingAvgObsFakeQuantize of torch.ao.quantization"
 _AVERAGES = "the average of all steps reads their number on the host; make AveragedModel with avg_fn=get_swa_avg_fn()"
@@ -98,6 +101,7 @@ _FIXES = {
     "torch.sparse_coo, which has no address, in a graph": "make its module with sparse=False",
     "cannot copy between cpu and cuda": _COPY,
     "aten.lift_fresh": _NUMBERS,
+    "torchscript interpreter": "TorchScript may read values on the host; take the Python that it was made of",
     **dict.fromkeys(("aten.index", "aten._index_put", "aten.masked_select", "aten.nonzero"), _MASK),
     **dict.fromkeys(("_local_scalar_dense", "makes the host wait", "capturable"), _READ),
     "generator that the graph does not know": _OWN_GENERATOR,
@@ -153,11 +157,17 @@ def _fix_of_torchs(change: Difference, label: str, owners: Mapping[str, Any], *,
     """The same for what optimizers, schedulers, scalers and averages of PyTorch's have; None for all else."""
     optimizer = next((value for value in owners.values() if isinstance(value, Optimizer)), None)
     if "['lr']" in label:
-        return _of_rate(optimizer)
+        is_another = _is_tensor(change.before) and _is_tensor(change.after)
+        return _of_rate(optimizer, _SAME_RATE if is_another else _RATE)
+    if in_step and "._per_optimizer_states" in label:
+        return _UPDATE
     if in_step and (schedulers := [name for name, value in owners.items() if isinstance(value, LRScheduler)]):
         scheduled = owners[schedulers[0]].optimizer
         is_number = not isinstance(scheduled.param_groups[0]["lr"], Tensor)
         return f"call {min(schedulers, key=len)}.step() after the step" + f"; {_of_rate(scheduled)}" * is_number
+    is_own = optimizer is not None and (isinstance(optimizer, torch.optim.LBFGS) or is_users(type(optimizer)))
+    if is_own and not in_step and ".state[" in label:
+        return _CLEARS
     if isinstance(optimizer, torch.optim.LBFGS):
         return f"{_OPTIMIZER}; {_make(optimizer)}"
     if "['step']" in label and (optimizer is not None or ".state[" in label):
@@ -187,10 +197,10 @@ def of_first_step(change: Difference) -> str:
     return ", as in the first step of an optimizer: nothing to change" if is_first else ""
 
 
-def _of_rate(optimizer: Optimizer | None) -> str:
+def _of_rate(optimizer: Optimizer | None, fix: str = _RATE) -> str:
     """How an optimizer follows a learning rate."""
     follows = optimizer is None or (_options(optimizer) and not _missing(optimizer))
-    return _RATE if follows or optimizer is None else f"{_RATE}, and {_make(optimizer)}"
+    return fix if follows or optimizer is None else f"{fix}, and {_make(optimizer)}"
 
 
 def first_changed(

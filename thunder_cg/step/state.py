@@ -219,9 +219,8 @@ class StepState:
             seen.update(collector.roots)
         collector.add_definitions()
         for name, hooks in global_hooks():
-            collector.facts[name] = len(hooks)
-            if hooks:
-                collector.hooked.append(SkipReason(f"{name}: PyTorch has a hook for all of them, which runs Python"))
+            collector.facts[f"how many hooks {name} has"] = len(hooks)
+            collector.note_hooks(name, hooks.values())
         return collector
 
     def guard_tensors(self, arguments: Sequence[Tensor]) -> None:
@@ -233,17 +232,11 @@ class StepState:
         device = self.device
         if (other := next((t.device for t in (*self.tensors, *arguments) if t.device != device), None)) is not None:
             raise CaptureRefused(f"the step uses tensors on {device} and on {other}, and a graph is on one device")
-        for tensor in self.memory:
-            kind = type(tensor)
-            if is_wrapper(tensor) or not (isinstance(tensor, nn.Parameter) or kind in (Tensor, nn.Buffer)):
-                raise CaptureRefused(f"the step uses a {kind.__name__}, which is no plain tensor")
-            if tensor.is_nested:
-                raise CaptureRefused("the step uses a nested tensor, which has no shape", "pad it")
-            if tensor.is_inference():
-                problem = "the step uses a tensor made in inference mode, which does not show who writes to it"
-                raise CaptureRefused(problem, "clone it outside of inference mode, or make it in no_grad()")
-            if not has_storage(tensor):
-                raise CaptureRefused(f"the step uses a tensor with the layout {tensor.layout}, which has no address")
+        for tensor, memory in zip(self.tensors, self.memory):
+            if (reason := _why_not_in_graph(memory)) is not None:
+                name = self.name_of(tensor)
+                problem = f"the step uses {name}{self.line_of(f'{name} ')}, {reason.problem}"
+                raise CaptureRefused(problem, reason.fix)
         self._metadata = tensor_guards(self.with_memory)
         self._addresses: list[int | None] = [tensor.data_ptr() for tensor in self.memory]
         self._indices = [*range(len(self.memory))]
@@ -327,7 +320,7 @@ class StepState:
     def name_of(self, tensor: Tensor) -> str:
         """What names a tensor of the state, in few words."""
         names = [label for label, fact in self.facts.items() if isinstance(fact, Same) and fact.value is tensor]
-        return min(names, key=len)
+        return min(names, key=len, default="a tensor")
 
     def kept_by_autocast(self) -> str | None:
         """The name of a weight that an autocast around the step may keep cast for later calls; None if there is none.
@@ -461,6 +454,22 @@ def _is_alike(tensor: Tensor, then: Any, now: Any) -> bool:
     """Whether a tensor has other memory, and is laid out there as it was, given its places."""
     have_memory = then is not None and now is not None and then[0] and now[0]
     return bool(have_memory and can_move(tensor) and then[1][:4] == now[1][:4])
+
+
+def _why_not_in_graph(tensor: Tensor) -> SkipReason | None:
+    """Why no graph can have a tensor from outside of the step; None if one can."""
+    kind = type(tensor)
+    if is_wrapper(tensor) or not (isinstance(tensor, nn.Parameter) or kind in (Tensor, nn.Buffer)):
+        return SkipReason(f"a {kind.__name__}, which is no plain tensor")
+    if tensor.is_nested:
+        return SkipReason("a nested tensor, which has no shape", "pad it")
+    if tensor.is_inference():
+        problem = "a tensor made in inference mode, which does not show who writes to it"
+        return SkipReason(problem, "clone it outside of inference mode, or make it in no_grad()")
+    if not has_storage(tensor):
+        problem = f"a tensor with the layout {tensor.layout}, which has no address"
+        return SkipReason(problem, "make it dense before the step, as in x.to_dense()")
+    return None
 
 
 def newly_carried(before: StepState, after: StepState, places: Sequence[Any]) -> dict[str, Place]:
