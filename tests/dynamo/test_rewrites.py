@@ -383,8 +383,9 @@ def test_stochastic_depth(backend, device):
         lambda x: x + torch.empty_like(x).normal_(mean=0.0, std=0.1),
         lambda x: x + x.new_empty(x.shape).exponential_().log(),
         lambda x: x * x.new_empty(8).uniform_(-np.log(2.0), np.log(2.0)).exp(),
+        lambda x: x * torch.rand_like(x).uniform_() + torch.rand_like(x),
     ],
-    ids=["uniform", "normal", "named", "exponential", "numbers of NumPy's"],
+    ids=["uniform", "normal", "named", "exponential", "numbers of NumPy's", "what was drawn before"],
 )
 def test_noise(backend, device, draw):
     """As routers of experts have it."""
