@@ -48,6 +48,15 @@ def is_cudagraph_unsafe(function: Any) -> bool:
     return any(torch.Tag.cudagraph_unsafe in each.tags for each in _overloads(function))
 
 
+@cache
+def draws(function: Any) -> bool:
+    """Whether an operator of ``torch.ops``, or PyTorch's of a name, in place or not, draws from a generator."""
+    if isinstance(function, str):
+        names = (function, f"{function}_") if function else ()
+        return any(draws(getattr(torch.ops.aten, name)) for name in names if hasattr(torch.ops.aten, name))
+    return any(torch.Tag.nondeterministic_seeded in each.tags for each in _overloads(function))
+
+
 def parameters_of(function: Any, name: str) -> list[list[str]]:
     """The names of the arguments that an operator of PyTorch's takes by position, for each of its overloads.
 

@@ -22,7 +22,12 @@ from thunder_cg.dynamo.nodes import call_before, call_instead, later, result_of,
 from thunder_cg.dynamo.writes import IN_PLACE, ancestors, is_named_in_place, requires_grad, untracked_writes
 
 NEW = "thunder_cg.new"  # of nodes whose results are in new memory, unlike their examples
-_MAKE_NEW = frozenset([torch.empty, torch.empty_like, torch.zeros, torch.zeros_like, "new_empty", "new_zeros"])
+_MAKE_NEW = frozenset(
+    [
+        *(torch.empty, torch.empty_like, torch.zeros, torch.zeros_like, "new_empty", "new_zeros"),
+        *(torch.rand, torch.rand_like, torch.randn, torch.randn_like),  # they still draw
+    ]
+)
 _NOT_IN_PLACE = frozenset([F.dropout, operator.and_, operator.or_, operator.xor])  # in Thunder
 DRAWS = frozenset(["bernoulli_", "exponential_", "normal_", "uniform_"])
 

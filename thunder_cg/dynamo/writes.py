@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from itertools import chain, groupby, takewhile
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from thunder_cg.compat.fx import example, operator_name, without_gradient
-from thunder_cg.compat.operators import mutated
+from thunder_cg.compat.fx import called_function, example, operator_name, without_gradient
+from thunder_cg.compat.operators import draws, mutated
 from thunder_cg.compat.tensors import has_storage, shares_storage, storage_id, tensors_in
 
 # Operators of Python's that write to their first argument, and those that compute what they write.
@@ -19,6 +20,16 @@ IN_PLACE = {
     getattr(operator, f"i{name}"): getattr(operator, f"__{name}__")
     for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 }
+
+# Draws that Thunder writes with random numbers of a shape, which wait for nothing. By name, those whose numbers are not
+# PyTorch's in training anyway, or that draw nothing without dropout.
+_WAIT_FOR_NOTHING = frozenset(
+    [
+        *(torch.bernoulli, torch.rand, torch.rand_like, torch.randn, torch.randn_like, torch.randint),
+        *(torch.randint_like, torch.Tensor.bernoulli),
+        *("dropout", "scaled_dot_product_attention", "gru", "lstm", "rnn_relu", "rnn_tanh"),
+    ]
+)
 
 
 def is_named_in_place(node: Node) -> bool:
@@ -157,13 +168,14 @@ def requires_grad(value: Any) -> bool:
 
 
 def order_counts(graph: Graph) -> bool:
-    """Whether a write in place could be moved before a read of the old values, or behind the graph's end.
+    """Whether a write in place could be moved before a read of the old values, or behind the graph's end, or a random
+    draw before another one.
 
     Thunder's fusions by data flow, the default of ``thunderfx``, keep the order of what makes a value and what uses it,
     and no other: a write waits for nothing but what it computes with, and nothing waits for a write that is not used.
     """
     nodes = [*graph.nodes]
-    if any(map(replaces_memory, nodes)):
+    if any(map(replaces_memory, nodes)) or _draws_could_swap(nodes):
         return True
     memory = {node: {storage_id(t) for t in tensors_in(example(node)) if has_storage(t)} for node in nodes}
     reads: list[set[Any]] = [set().union(*(memory[each] for each in node.all_input_nodes)) for node in nodes]
@@ -177,6 +189,18 @@ def order_counts(graph: Graph) -> bool:
             if any(storage_id(written) in each for each in before) or (computes and not is_used):
                 return True
     return False
+
+
+def _draws_could_swap(nodes: list[Node]) -> bool:
+    """Whether a draw waits for what something else computes, so that one after it could be made before it."""
+    drawn = [node for node in nodes if _draws(node)]
+    waits = (node for node in drawn if _WAIT_FOR_NOTHING.isdisjoint((called_function(node), operator_name(node))))
+    return len(drawn) > 1 and any(waits)
+
+
+def _draws(node: Node) -> bool:
+    name = operator_name(node)
+    return name == "gumbel_softmax" or draws(node.target) or draws(name)  # PyTorch has no operator of the first name
 
 
 def ancestors(node: Node) -> set[Node]:
