@@ -63,6 +63,7 @@ _BEFORE, _AFTER = "before the capture of the step", "after the capture of the st
 _SHAPE = "the shape of "
 _BETWEEN = ", between calls"
 _IN_TRANSFORM = "a transform of torch.func, such as grad or vmap, is around the step, and a graph has no such tensors"
+_FEW_SHAPES = "pad batches to a few shapes, and keep what the step reads as it is from call to call"
 _ADDS_TO_FIRST = "an earlier call has made gradients in Python, which a graph has to make if the step adds to them"
 _MAX_ELSEWHERE = 2  # graphs that were never replayed since gradients are elsewhere in each call
 _ELSEWHERE = SkipReason(
@@ -267,7 +268,7 @@ class GraphedStep:
             return refusal.reason
         if not self.captures_pay():
             problem = f"it was captured {self.captures} times and replayed {self.replays} times"
-            self._refuse(layout, state.facts, SkipReason(problem))
+            self._refuse(layout, state.facts, SkipReason(problem, _FEW_SHAPES))
             return None
         never_replayed = (each for each in self.recordings if not each.replays)
         if sum(each.is_for_other_gradients(layout) for each in never_replayed) < _MAX_ELSEWHERE:
