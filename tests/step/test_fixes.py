@@ -679,6 +679,11 @@ class Pair:
         (lambda x, i: x.cpu().numpy(), lambda x, i: x, "a ndarray; pass it as a tensor on the device"),
         (lambda x, i: x.to("meta"), lambda x, i: x, "; move the batch to the device before the call"),
         (
+            lambda x, i: [x, i],
+            lambda x, i: [x, i % 100 == 99],
+            "; or, if the step branches by it, pass what that decides, such as i % 4 == 0",
+        ),
+        (
             lambda x, i: [x, 0.5**i],
             lambda x, i: [x, torch.tensor(0.5**i, device=x.device)],
             "argument 0[1] changed from 0.0078125 to 0.00390625, in each step; pass it as a tensor on the device",
@@ -689,7 +694,7 @@ class Pair:
             "argument 0['name'] changed from 'name 7' to 'name 8', in each step; leave it out",
         ),
     ],
-    ids=["a mapping", "a dataclass", "an array", "elsewhere", "a number", "a name"],
+    ids=["a mapping", "a dataclass", "an array", "elsewhere", "an index", "a number", "a name"],
 )
 @pytest.mark.nightly_after(2)
 def test_arguments(step_twins, given, instead, said):

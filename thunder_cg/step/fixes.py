@@ -66,6 +66,7 @@ _OUTSIDE = "the host reads a value there; make that call outside of the step"
 _IN_STEP = "do that outside of the step, or keep it in a tensor on the device that the step writes in place"
 _COUNTED = "a graph goes on counting what the step only adds to, as self.n += x.size(0), or, for a global, n += size"
 _OF_DICTIONARY = ", if the step names the dictionary in no other way"
+_AS_TENSOR = "pass it as a tensor on the device"
 _IN_PLACE = "keep it in a tensor on the device, and write that in place"
 _ADDS = "return what it adds, and add that outside of the step"
 _KEYS = "make the lists and numbers in it before the first step, and keep them"
@@ -246,7 +247,7 @@ def fix_of_argument(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "pass its tensors, such as tuple(batch)"
     if hasattr(type(value), "__array__"):
-        return "pass it as a tensor on the device"
+        return _AS_TENSOR
     if is_dataclass(value) or tensors_in(names_of(value)):
         return "pass its tensors, such as a dict of them"
     return "have the step read it from outside"
@@ -254,8 +255,9 @@ def fix_of_argument(value: Any) -> str:
 
 def fix_of_changed_argument(fact: Any) -> str:
     """What to do about a value among the arguments that is another one in each call."""
-    is_number = isinstance(fact, Atom) and issubclass(fact.kind, (int, float, complex))
-    return "pass it as a tensor on the device" if is_number else "leave it out"
+    kind = fact.kind if isinstance(fact, Atom) else object
+    advice = "; or, if the step branches by it, pass what that decides, such as i % 4 == 0" * issubclass(kind, int)
+    return f"{_AS_TENSOR}{advice}" if issubclass(kind, (int, float, complex)) else "leave it out"
 
 
 def reason_of(error: Exception) -> SkipReason:
