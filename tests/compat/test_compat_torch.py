@@ -15,6 +15,7 @@ from torch.utils import _pytree
 
 from thunder_cg.compat import operators
 from thunder_cg.compat.autograd import backward_keeps_graph
+from thunder_cg.compat.fx import drop_switches_of_saved_tensor_hooks
 from thunder_cg.compat.guards import addresses_equal, attribute_writes_are_reported, dictionary_guard, tensor_guards
 from thunder_cg.compat.settings import (
     Settings,
@@ -242,3 +243,17 @@ def test_inductor_times_kernels_where_it_is_told_to(monkeypatch: pytest.MonkeyPa
         ("a copy", "64 bytes", "8 bytes"),
         *(("another thread's",), ("a copy",), ("last",), ("a copy",)),
     ]
+
+
+def test_a_graph_does_not_switch_hooks_of_saved_tensors():
+    """Whoever traces a switch of Dynamo's leaves the process so."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    switches = [torch._C._autograd._saved_tensors_hooks_disable, torch._C._autograd._saved_tensors_hooks_enable]
+    graph.call_function(switches[0], ("not here",))
+    y = graph.call_function(torch.sin, (x,))
+    graph.call_function(switches[1])
+    graph.output(y)
+    drop_switches_of_saved_tensor_hooks(graph)
+    assert [node.op for node in graph.nodes] == ["placeholder", "call_function", "output"]
+    assert y.target is torch.sin

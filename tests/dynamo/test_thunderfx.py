@@ -228,6 +228,19 @@ def test_transforms_of_torch_func(backend, device, how):
     assert replays(graphed) > 0
 
 
+def test_hooks_of_saved_tensors_after_a_transform(backend, device):
+    """Transforms forbid them inside. Thunder, which traces that, left it so for the whole process."""
+
+    def fn(x):
+        return torch.func.jacrev(lambda y: torch.sin(y) * y.sum())(x[0] * 2).sum(0).tanh() + x
+
+    x = torch.randn(3, 4, device=device)
+    with torch.no_grad():
+        torch.testing.assert_close(thunderfx(fn, backend=backend)(x), fn(x))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        pass
+
+
 def test_several_shapes_and_no_grad(pair, device):
     plain, _, _, graphed = pair(Fallbacks(), dynamic=False)  # Thunder's own raises on GPUs from the second shape on
     with torch.no_grad():

@@ -426,6 +426,18 @@ JOINED = "thunder_cg_joined"  # in the meta of a node that stands for others: a 
 APART = "thunder_cg_apart"  # in the meta of a node of a piece of Inductor's: why the piece is no operator of a trace
 
 
+def drop_switches_of_saved_tensor_hooks(graph: Graph) -> None:
+    """Drops what forbids hooks of saved tensors around `torch.vmap`, and allows them again.
+
+    A compiled graph does neither when it is called. But whoever traces it does it for the whole process, some of them
+    without the end.
+    """
+    switches = torch._C._autograd._saved_tensors_hooks_disable, torch._C._autograd._saved_tensors_hooks_enable
+    for node in [*graph.nodes]:
+        if node.target in switches:
+            graph.erase_node(node)
+
+
 def is_of_transform(node: Node) -> bool:
     """Whether a node is what Dynamo makes of a transform of ``torch.func`` itself, and no operator of the user's."""
     return str(getattr(node.target, "__module__", "")).startswith(("torch._functorch", "torch._C._functorch"))

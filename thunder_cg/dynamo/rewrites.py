@@ -16,6 +16,7 @@ from thunder_cg.compat.fx import (
     GET_DATA,
     checkpoints,
     compute_with_grad_mode,
+    drop_switches_of_saved_tensor_hooks,
     example,
     inside_transforms,
     is_collective,
@@ -64,6 +65,7 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
         options: those of ``thunder.jit`` that the graph is to be compiled with.
         is_checkpointed: whether it is the graph of a checkpointed function, of which Inductor gets all or nothing.
     """
+    drop_switches_of_saved_tensor_hooks(module.graph)
     constants.write_floats(module.graph)
     _detach_data(module.graph)
     constants.read_sizes_first(module.graph)
