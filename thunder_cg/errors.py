@@ -198,11 +198,14 @@ class RanksDiffer(Skipped):
 
     Attributes:
         no_answer: whether the other rank said nothing.
+        needs_meeting: whether the other rank tries again only when the ranks meet.
     """
 
-    def __init__(self, problem: str, fix: str = "", *, may_pass: bool, no_answer: bool = False) -> None:
+    def __init__(
+        self, problem: str, fix: str = "", *, may_pass: bool, no_answer: bool = False, needs_meeting: bool = False
+    ) -> None:
         super().__init__(problem, fix, may_pass=may_pass)
-        self.no_answer = no_answer
+        self.no_answer, self.needs_meeting = no_answer, needs_meeting
 
 
 class OptionsDiffer(CudagraphError, RuntimeError):

@@ -417,3 +417,27 @@ def test_ranks_agree_at_captures_only(ranks: Ranks) -> None:
         assert calls[0].pop("check") >= 1 and calls[0] == {"add": 1, "set": 2, "get": 1}
         assert calls[1]["set"] == calls[5]["set"] == 2 and calls[4] == {"set": 1}
         assert not any(calls[i] for i in (2, 3, 6, 7, 8))
+
+
+def other_batches_each_time() -> tuple[int, list[str]]:
+    """Rank 1 has four sizes in turns, so it warms up while rank 0 tries to capture, and captures later."""
+    import parallel
+
+    def reduced(x):
+        y = x.sum(0) * 2
+        torch.distributed.all_reduce(y)
+        return x + y
+
+    found: list[list[torch.Tensor]] = []
+    for function in (reduced, thunder.jit(reduced, transforms=[parallel.transform()])):
+        rows = (2 + step % 4 if parallel.RANK() else 4 for step in range(8))
+        found.append([function(torch.arange(8.0 * n, device=parallel.device()).view(n, 8)) for n in rows])
+    return parallel.differing(*found), [why for trace in parallel.summary(function) for why in trace["fallbacks"]]
+
+
+def test_a_rank_that_has_given_up_says_so(ranks: Ranks) -> None:
+    """Whoever captures later hears why it stays eager, and does not wait for it."""
+    first, second = ranks.run(other_batches_each_time)
+    assert first[0] == second[0] == 0 and len(second[1]) > 3
+    for reason in second[1]:
+        assert "rank 1 does not capture it: it warms up" in reason and reason.count("same calls") < 2, reason

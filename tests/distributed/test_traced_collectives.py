@@ -399,6 +399,36 @@ def test_other_groups_and_reductions_compile_anew(ranks: Ranks) -> None:
     assert ranks.run(varied) == [(0, 5)] * 2
 
 
+def of_the_default_group_at_first() -> tuple[int, int]:
+    """How many results are not those of eager calls where None stands for the group at first; versions of the last."""
+    import parallel
+
+    mine = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    found = {"group": None}
+
+    def reduces_found(x):
+        y = x * 2
+        dist.all_reduce(y, group=found["group"])
+        return y
+
+    def counts_found(x):
+        y = x * (2 + dist.get_rank(found["group"]))
+        dist.all_reduce(y)
+        return y
+
+    differing = 0
+    for function in (reduces_found, counts_found):
+        compiled = thunder.jit(function, transforms=[parallel.transform()])
+        for found["group"] in (None, mine, dist.group.WORLD, None):
+            for x in batches(3):
+                differing += not torch.equal(compiled(x), function(x))
+    return differing, thunder.cache_misses(compiled)
+
+
+def test_none_may_be_a_group_later(ranks: Ranks) -> None:
+    assert ranks.run(of_the_default_group_at_first) == [(0, 3)] * 2
+
+
 def alone() -> list[str]:
     """Thunder's symbols in what Thunder compiles without this package's transform, after one with it."""
     import parallel

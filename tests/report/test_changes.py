@@ -15,7 +15,7 @@ from torch import nn
 from thunder_cg import CaptureError, explain, thunderfx
 from thunder_cg.report import ChangeReport
 from thunder_cg.report.opening import _fewer_of_one
-from thunder_cg.runtime.changes import FEW, IF_CACHE, CallChange, for_numbers, for_shapes
+from thunder_cg.runtime.changes import FEW, IF_CACHE, CallChange, Changes, for_numbers, for_shapes
 
 
 class Scaled(nn.Module):
@@ -322,3 +322,8 @@ def test_of_shapes_that_grow_a_cache_comes_first() -> None:
 )
 def test_what_to_do_about_a_condition_of_dynamos(condition, said) -> None:
     assert _fewer_of_one("f (train.py:3)", condition).startswith(said)
+
+
+def test_a_version_that_reads_other_items_of_a_list():
+    change = Changes().add_between("number", {"sizes[0]": 1}, {"sizes[0]": 2, "sizes[1]": 3})
+    assert change is not None and [*change.values] == [(1,), (2,)]

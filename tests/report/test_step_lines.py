@@ -65,6 +65,13 @@ def test_a_step_that_replays_names_what_it_prints(backend, device, tmp_path) -> 
     assert StepReport.load(tmp_path / "step.json") == report
 
 
+def test_both_values_of_a_change_are_whole(backend, device) -> None:
+    step = graphed_step(lambda x: x * 2, backend=backend)
+    for size in (6, 6, 3):
+        step(torch.ones(size, 8, device=device))
+    assert "from (6, 8) to (3, 8)" in str(explain(step))
+
+
 def test_a_page_breaks_lines_and_nothing_else_does(tmp_path: Path) -> None:
     reason = f"x changed from 1 to 2 (see a.py:3), in each step; {'write it in place ' * 9}now"
     report = StepReport("step", 3, 0, 0, {reason: 3}, MemoryReport())

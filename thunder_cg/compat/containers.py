@@ -226,16 +226,19 @@ def _proxy(value: Any, provenance: ProvenanceRecord) -> AnyProxy:
     return AnyProxy(value, prefix="checked", history=provenance)
 
 
-def _check_constant_at(value: Any, provenance: ProvenanceRecord) -> None:
+def _check_constant_at(value: Any, provenance: ProvenanceRecord, *, of_collective: bool = False) -> None:
     """Has the prologue check None, a dtype, a function and the like, as an argument or an attribute of a module.
 
     Thunder takes them for what they were when it traced.
+
+    Args:
+        of_collective: a collective gets it, so wherever it comes from, None may be a group in a later call.
     """
     if not isinstance(value, CONSTANTS) or not _is_looked_up_by_prologue(provenance):
         return
     if not isinstance(getattr(value, "__self__", None), (NoneType, ModuleType, type)):
         return  # a method, which each look-up makes anew
-    is_checked = isinstance(value, _OF_COLLECTIVES) or _is_of_call(provenance)
+    is_checked = of_collective or isinstance(value, _OF_COLLECTIVES) or _is_of_call(provenance)
     if is_checked and is_ours(_compile_data.get()[0]) and not _is_known(_path(provenance)):
         arg = _Held(value) if isinstance(value, (bytes, range)) else value
         get_jit_ctx().add_constraint((check_constant, _proxy(value, provenance), arg))
@@ -349,6 +352,10 @@ def _look_aside_and_check(self: InterpreterCompileCtx, fn: Any, /, *args: Any, *
         _check_method(fn, *args)
     elif (name := _called_once(fn, *map(interpreter.unwrap, args[:1]))) is not None and is_ours(_compile_data.get()[0]):
         note_call(name)
+    if getattr(fn, "__module__", None) == torch.distributed.all_reduce.__module__:
+        for each in (*args, *kwargs.values()):
+            if isinstance(each, WrappedValue):
+                _check_constant_at(each.value, each.provenance, of_collective=True)
     if isinstance(fn, FunctionType) and fn in _LOGS and is_ours(_compile_data.get()[0]):
         return partial(_log, fn)
     result = _look_aside(self, fn, *args, **kwargs)

@@ -110,7 +110,7 @@ def _parts(reason: str) -> Iterator[str]:
     asides = [found[0] for pattern in (_VALUES, _SEE) if (found := pattern.search(problem)) is not None]
     for each in asides:
         problem = problem.replace(each, "", 1)
-    yield from (problem, *(each.strip(" ()") for each in asides), *fix)
+    yield from (problem, *(each[2:-1] if each.startswith(" (") else each.strip() for each in asides), *fix)
 
 
 def _merged(reasons: Mapping[SkipReason, int], if_repeated: Mapping[SkipReason, str]) -> Counter[str]:

@@ -228,7 +228,8 @@ class Changes:
 
     def add_between(self, kind: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> CallChange | None:
         """Counts the inputs whose values differ, if any do. Of a list with numbers, all are one input."""
-        names = [name for name, value in after.items() if before.get(name, value) != value]
+        after = {name: value for name, value in after.items() if name in before}  # each may read other items of a list
+        names = [name for name, value in after.items() if before[name] != value]
         if kind == "number":
             lists = {each[1] for name in names if (each := _ITEM.fullmatch(name))}
             names = [n for n in after if n in names or ((each := _ITEM.fullmatch(n)) and each[1] in lists)]

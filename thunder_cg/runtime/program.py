@@ -211,6 +211,10 @@ class Program:
             call.round.decline("it warms up" if is_warm_up else f"it runs eagerly, since {call.why_eager}")
         elif meets:
             self._meet(call, call.round, could_replay=call.mode is Mode.REPLAY and not needs_others)
+        elif call.trace is not None and call.mode is Mode.REPLAY:
+            for region, graph in zip(self.regions, call.trace.graphs):
+                if graph is None and region.communicates and region.failure is not None:
+                    call.round.decline(region.failure.problem, is_settled=region.lacks_ranks)
         return call
 
     def _meet(self, call: Call, votes: Round, *, could_replay: bool) -> None:

@@ -146,7 +146,7 @@ class RuntimeRegion:
         elif call.mode is Mode.CAPTURE:
             if not self.stays_eager:
                 return self._capture(call, args)
-            self._refuse(call, "before", str(self.failure))
+            self._refuse(call, "before", self.failure.problem if self.failure is not None else "")
             self._raise_if_strict(call)
         elif call.mode is Mode.WARMUP and not self.stays_eager:
             return self._warm_up(call, args)

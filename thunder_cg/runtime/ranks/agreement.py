@@ -41,7 +41,8 @@ from thunder_cg.runtime.ranks.groups import (
 
 _CAPTURE_TIMEOUT = 10.0  # seconds for that of a rank that captures the same
 _LOOK = 0.5  # seconds for a rank that has asked in vain to ask again
-_LATE, _NEVER = "late: ", "never: "  # like `NO`. _LATE: some rank has not answered in time
+# Like `NO`. _LATE: some rank has not answered in time. _SETTLED: it tries again only when the ranks meet.
+_LATE, _NEVER, _SETTLED = "late: ", "never: ", "settled: "
 _REFUSES = " does not capture it: "  # after a rank, before why
 _HAS = " again"  # ends a vote of one that could replay
 
@@ -64,10 +65,10 @@ class Round:
         self._is_meeting = any(map(CallCounter.meets, self._counters))
         self._has_declined = self._has_agreed = False
 
-    def decline(self, reason: str) -> None:
-        """Says that this rank captures nothing in this call."""
+    def decline(self, reason: str, *, is_settled: bool = False) -> None:
+        """Says that this rank captures nothing in this call; if ``is_settled``, until the ranks meet."""
         self._has_declined = True
-        self._put("", NO + reason)
+        self._put("", (_SETTLED if is_settled else NO) + reason)
 
     def refuse(self, stage: str, reason: str, *, may_pass: bool, is_late: bool = False) -> None:
         """Says that this rank does not go on with ``stage``, and whether it may in a later call.
@@ -109,7 +110,7 @@ class Round:
                 self.refuse(stage, str(problem), may_pass=problem.may_pass, is_late=problem.no_answer)
                 with suppress(RuntimeError):  # the store is gone
                     state.catch_up(number, stage)
-                for counter in self._counters if problem.no_answer else ():
+                for counter in self._counters if problem.no_answer or problem.needs_meeting else ():
                     counter.ask_for_meeting()
                 raise
         for state in self._numbers if not (self._has_agreed or all_could) else ():
@@ -132,11 +133,11 @@ class Round:
             if vote.startswith(_LATE):  # it has left the call, and shows at its next one whether it counts more
                 state.timeouts += 1
                 state.await_later_call(number, stage, index, time.monotonic() + min(patience, _LOOK))
-            for word in (NO, _LATE, _NEVER):
+            for word in (NO, _LATE, _NEVER, _SETTLED):
                 if vote.startswith(word):
                     why = vote.removeprefix(word)  # of a third rank, or of this one at an earlier call, is passed on
                     problem = why if _REFUSES in why else f"rank {rank}{_REFUSES}{why}"
-                    raise RanksDiffer(problem, may_pass=word is not _NEVER)
+                    raise RanksDiffer(problem, may_pass=word is not _NEVER, needs_meeting=word is _SETTLED)
             if vote.removesuffix(_HAS) != subject:
                 problem = f"rank {rank} captures something else: other collectives, or others together"
                 raise RanksDiffer(problem, may_pass=not self._has_agreed)
