@@ -22,8 +22,7 @@ LEAST_SEGMENT = 20 * 2**20  # for tensors of less than half of it
 _ROUND_SEGMENT, _ROUND_BLOCK = 2 * 2**20, 512
 
 _LARGEST = (1, 4, 16, 32, 64)  # the first segment has room for tensors up to the peak divided by one of these
-_WORTH = 0.98  # of the memory without a first segment, in both orders together: it is taken if it saves more,
-_WORTH_IN_EACH = 0.99  # or so much in each
+_WORTH = 0.98  # of the memory without a first segment, which is taken if it saves more
 
 Event = tuple[str, int]  # a piece of memory, by name, and the bytes that are allocated; 0 if it is freed
 
@@ -81,16 +80,15 @@ def first_segment(events: Sequence[Event]) -> int:
     """Bytes to have in one segment before what allocates and frees in this order; 0 for none."""
     orders = events, [*_with_temporaries(events)]
 
-    def needs_with(first: int) -> list[int]:
-        return [Segments(first).play(order).nbytes for order in orders]
+    def needs_with(first: int) -> int:
+        return sum(Segments(first).play(order).nbytes for order in orders)
 
     large = [event for event in events if not event[1] or event[1] > SMALL]
     most = peak(large, {})
     sizes = {peak((event for event in large if event[1] <= most // part), {}) for part in _LARGEST}
     needs = {size: needs_with(size) for size in {max(size, LEAST_SEGMENT // 2) for size in sizes}}
-    best, without = min(needs, key=lambda size: (sum(needs[size]), size)), needs_with(0)
-    saves_in_each = all(size < _WORTH_IN_EACH * before for size, before in zip(needs[best], without))
-    return best if saves_in_each or sum(needs[best]) < _WORTH * sum(without) else 0
+    best = min(needs, key=lambda size: (needs[size], size), default=0)
+    return best if best and needs[best] < _WORTH * needs_with(0) else 0
 
 
 def _with_temporaries(events: Iterable[Event]) -> Iterator[Event]:
