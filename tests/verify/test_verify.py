@@ -817,6 +817,9 @@ def test_tolerance():
     garbage = [torch.tensor([7.0, float(i)]) for i in range(10)]
     assert is_tolerable(garbage[:5], garbage[5:], torch.tensor([False, True]))
     assert not is_tolerable(garbage[:5], garbage[5:], torch.tensor([True, False]))
+    filled, unwritten = torch.full((2,), -1, dtype=torch.int32).view(torch.float32), torch.tensor([True, True])
+    assert is_tolerable([filled, *garbage[:4]], garbage[5:], unwritten), "freed memory is filled with ones"
+    assert not is_tolerable([filled] * 5, garbage[5:], unwritten), "the ops write ones"
 
 
 def test_bits():
