@@ -445,7 +445,7 @@ class GraphedStep:
             self._refuse(layout, state.facts, objection)
             return
         self.skipped[SkipReason(f"{problem}, in the step{changed.once}", fix)] += 1
-        self._count_unstable(SkipReason(problem, fix or changed.if_repeated))
+        self._count_unstable(SkipReason(problem, changed.if_repeated))
 
     def _what_is_new(self, layout: Any, state: StepState) -> tuple[SkipReason, str]:
         """Why a call runs in Python and is noted, and what to do about that if it is so in each call."""

@@ -235,7 +235,7 @@ class StepState:
         for tensor, memory in zip(self.tensors, self.memory):
             if (reason := _why_not_in_graph(memory)) is not None:
                 name = self.name_of(tensor)
-                problem = f"the step uses {name}{self.line_of(f'{name} ')}, {reason.problem}"
+                problem = f"the step uses {name}{self.line_of(name)}, {reason.problem}"
                 raise CaptureRefused(problem, reason.fix)
         self._metadata = tensor_guards(self.with_memory)
         self._addresses: list[int | None] = [tensor.data_ptr() for tensor in self.memory]
