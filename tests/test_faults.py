@@ -286,6 +286,7 @@ KINDS = {
 }
 
 
+@pytest.mark.nightly_after(1)
 @pytest.mark.parametrize("trace", [0, 1], ids=["forward", "backward"])
 def test_an_op_fails_in_a_capture(pair, trace, request):
     """Each op fails in two or three of the ways, and at night in all."""
@@ -323,6 +324,7 @@ def test_an_op_fails_in_a_capture(pair, trace, request):
             assert twins.bytes() == base
 
 
+@pytest.mark.nightly_after(1)
 @pytest.mark.parametrize("trace", [0, 1], ids=["forward", "backward"])
 def test_an_op_fails_in_a_warm_up(pair, trace):
     """That is the user's own operator raising: the error is the user's, and what ran before it has happened."""
@@ -390,6 +392,7 @@ def steps(backend: str, fail: Callable[..., Switch], trace: int) -> dict[str, Sw
     return found
 
 
+@pytest.mark.nightly_after(1)
 @pytest.mark.parametrize("trace", [0, 1], ids=["forward", "backward"])
 def test_a_step_of_a_capture_fails(pair, backend, fail, trace):
     switches = steps(backend, fail, trace)
@@ -609,6 +612,7 @@ def test_no_memory_for_the_results_of_a_replay(pair, fail, device, model, trains
             assert replays(twins.graphed) == before + 2 * len(regions(twins.graphed))
 
 
+@pytest.mark.nightly_after(1)
 @pytest.mark.parametrize("trace", [0, 1], ids=["forward", "backward"])
 def test_a_graph_fails_after_it_ran(pair, backend, fail, trace):
     """Nobody knows how far it came, so the call fails, with nothing done twice."""
@@ -647,6 +651,7 @@ def test_a_release_fails(pair, backend, fail):
         twins.after()
 
 
+@pytest.mark.nightly_after(1)
 @pytest.mark.parametrize("trace", [0, 1], ids=["forward", "backward"])
 def test_strict(pair, backend, fail, trace):
     """Instead of running eagerly the call raises, before anything has happened, and goes on as well afterwards."""

@@ -266,6 +266,7 @@ def checkpointed(x, v, s):
 UNSUMMED = {name: fn for name, (fn, right) in SCALARS.items() if not right} | {"checkpointed": checkpointed}
 
 
+@pytest.mark.nightly_after(1)
 @pytest.mark.parametrize("name", UNSUMMED)
 def test_our_thunderfx_sums_them(name):
     fn = UNSUMMED[name]

@@ -13,9 +13,9 @@ from thunder_cg import explain
 
 ORDERS = (
     "ddp",
-    "ddp, transform last",
+    pytest.param("ddp, transform last", marks=pytest.mark.nightly),
     "fsdp zero2",
-    "fsdp zero2, transform last",
+    pytest.param("fsdp zero2, transform last", marks=pytest.mark.nightly),
     pytest.param("fsdp zero3", marks=pytest.mark.nightly),
     pytest.param("fsdp zero3, buckets", marks=pytest.mark.nightly),
     "tensor parallel",
@@ -70,6 +70,7 @@ def without_gradients(builder: str):
     return differing, [trace["replays"] for trace in parallel.summary(compiled)]
 
 
+@pytest.mark.nightly_after(1)
 @pytest.mark.parametrize("builder", ["ddp", "fsdp zero2", "tensor parallel"])
 def test_without_gradients(ranks: Ranks, builder: str) -> None:
     """Thunder 0.2.6 alone has no tensor parallelism there."""

@@ -315,6 +315,7 @@ def other_options(what: str) -> list[str]:
     return found
 
 
+@pytest.mark.nightly_after(1)
 @pytest.mark.parametrize(
     ("what", "said"),
     [

@@ -834,6 +834,7 @@ class Attention(nn.Module):
         return self.attention(x, x, x, need_weights=False)[0]
 
 
+@pytest.mark.nightly_after(1)
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_multi_head_attention_trains(backend, device, dropout):
     """Thunder traces its parts, so bits differ from PyTorch's; with dropout, other elements are dropped."""
@@ -1856,6 +1857,7 @@ def test_spectral_norm(backend, device):
     assert {part.operator for part in explain(graphed).outside} <= {"vdot"}
 
 
+@pytest.mark.nightly_after(1)
 @pytest.mark.parametrize("padding", [False, True])
 def test_transformer_encoder_in_inference(backend, device, padding):
     """Without gradients, PyTorch runs each layer as one operator."""

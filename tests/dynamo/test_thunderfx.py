@@ -308,6 +308,7 @@ def test_a_range_of_sizes_that_the_user_gives(device):
     assert explain(graphed).traces[0].remark == "later calls take graph 1, which is for more sizes or numbers"
 
 
+@pytest.mark.nightly
 def test_a_float_that_an_operator_has_to_know_is_constant(backend, device):
     """Also with dynamic shapes and as it changes, where Dynamo has each epsilon read on the host, and compiles anew."""
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU()).to(device)
@@ -1184,6 +1185,7 @@ def test_numbers_that_a_module_counts(backend, device):
     assert "if calls change self.calls, make it a tensor, and write it in place; if it bounds a slice" in str(report)
 
 
+@pytest.mark.nightly_after(1)
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_a_gradient_at_a_graph_break(backend, device, create_graph):
     """``torch.autograd.grad`` runs Thunder's nodes under Dynamo's eyes, which compiles nothing of them."""

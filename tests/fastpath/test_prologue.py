@@ -55,6 +55,7 @@ def test_it_admits_what_thunder_admits():
             check(torch.zeros(2, 3), torch.zeros(2, 3))
 
 
+@pytest.mark.nightly
 def test_every_change_compiles_anew(twins, device):
     plain, graphed = twins(mlp())
     x = torch.randn(4, 16, device=device)

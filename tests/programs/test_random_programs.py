@@ -48,6 +48,7 @@ def operators() -> Iterator[Operators]:
     made.close()
 
 
+@pytest.mark.nightly_after(2)
 @pytest.mark.usefixtures("deterministic", "each_leaves_alone")
 @pytest.mark.parametrize("part", range(PARTS))
 def test_programs(

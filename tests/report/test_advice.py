@@ -562,6 +562,7 @@ class _Padded(_Recurrent):
         return torch.where(mask[..., None], self.layer(torch.tanh(x))[0], 0.0) * 2
 
 
+@pytest.mark.nightly
 def test_advice_for_packed_sequences(monkeypatch):
     """With ``allow_rnn``, Dynamo would raise for them."""
     run_what_inductor_gets(monkeypatch)

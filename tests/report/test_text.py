@@ -103,6 +103,7 @@ def test_entries_that_differ_in_sizes_are_a_line_each(backend, device) -> None:
     assert str(explain(model)).endswith(" more: see explain(fn).memory")
 
 
+@pytest.mark.nightly
 def test_versions_with_other_ops_are_shown_up_to_a_bound() -> None:
     def adds(x: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:
         return sum((each.sin() for each in others), x.sin())

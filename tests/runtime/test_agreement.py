@@ -417,6 +417,7 @@ def captures(group: Thread, uncounted: int) -> list[bool]:
     return found
 
 
+@pytest.mark.nightly_after(1)
 @pytest.mark.parametrize("uncounted", [(0, 2, 3), (3, 0, 1, 2), (0, 1, 2, 3)])
 def test_ranks_that_all_count_otherwise(
     store: HashStore, uncounted: Sequence[int], monkeypatch: pytest.MonkeyPatch

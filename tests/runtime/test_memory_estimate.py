@@ -140,6 +140,7 @@ def test_backwards_allocate_where_all_calls_in_flight_take_the_least():
     assert not backbone.belongs_apart([backbone], existing=1000)  # copies of its gradients take more than it saves
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("in_flight", [1, 8])
 def test_a_backward_of_many_functions_in_flight_allocates_apart(in_flight, backend, device):
     """GELU in pieces makes values as large as what is saved, which no gradient needs for long."""
@@ -161,6 +162,7 @@ def test_a_backward_of_many_functions_in_flight_allocates_apart(in_flight, backe
     ]
 
 
+@pytest.mark.nightly
 def test_a_small_call_in_flight_leaves_the_arena_of_a_large_one_alone(monkeypatch):
     monkeypatch.setattr("thunder_cg.runtime.arena._FITS", 0)  # this large one is small; on a GPU, no arena is as small
     transform = cudagraph_transform(backend="tape")
@@ -172,6 +174,7 @@ def test_a_small_call_in_flight_leaves_the_arena_of_a_large_one_alone(monkeypatc
     assert [len(program.pair.arenas()) for program in programs(large)] == [1, 1]
 
 
+@pytest.mark.nightly_after(1)
 @pytest.mark.parametrize("deny", [[], ["gelu"]])
 def test_eager_backwards_free_what_they_have_read(deny):
     """As uncaptured Thunder does: the forward's values go while the gradients come."""

@@ -357,6 +357,7 @@ def test_gradients_from_outside_that_a_function_of_a_dictionary_drops(step_twins
     assert step.replays >= 4, why(step)
 
 
+@pytest.mark.nightly_after(1)
 @pytest.mark.parametrize("between", ["critic", "critic, score"])
 def test_one_step_for_two_networks_in_turn(step_twins, between):
     """Each graph leaves the gradients of the other network alone, also where it was captured before these were made."""
@@ -1013,6 +1014,7 @@ def test_a_step_that_is_refused_is_seldom_looked_at(step_twins, monkeypatch):
     assert step.captures == 0 and 3 <= len(tries) <= 7 and len(looks) < 60, (len(tries), len(looks))
 
 
+@pytest.mark.nightly_after(1)
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_tensor_from_nowhere_is_refused(step_twins, frozen):
     hidden = ctypes.py_object()  # has no attributes that could be looked at

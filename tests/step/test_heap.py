@@ -60,6 +60,7 @@ class _Holder:
     last: dict[str, Any]
 
 
+@pytest.mark.nightly
 def test_who_holds_an_object_is_named() -> None:
     def of(value: torch.Tensor) -> Callable[[], torch.Tensor]:
         def function() -> torch.Tensor:

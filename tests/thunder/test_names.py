@@ -133,6 +133,7 @@ def test_parameters_buffers_and_submodules(twins, device):
         same_state(plain, graphed)
 
 
+@pytest.mark.nightly
 def test_operators(twins, backend, device):
     """An operator between regions, and the same one inside of a region."""
     names = generated(backend, device)

@@ -92,6 +92,7 @@ def test_progress_counts_the_steps_of_both_runs(whole_run: WholeRun) -> None:
     ]
 
 
+@pytest.mark.nightly
 def test_one_wrong_bit_in_a_weight_is_found(
     whole_run: WholeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -71,6 +71,7 @@ def measured(case: BenchmarkCase, names: Any = ON_CPU, device: torch.device = CP
     return {row.variant: row for row in measure_case(case, device, names, calls=2, progress=progress)}
 
 
+@pytest.mark.nightly_after(1)
 @pytest.mark.parametrize("trains", [False, True], ids=["inference", "training"])
 def test_a_case_is_measured_under_every_variant(trains: bool) -> None:
     rows = measured(tiny(trains=trains))

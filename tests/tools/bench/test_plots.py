@@ -120,6 +120,7 @@ def luminance(colour: str) -> float:
 # -------------------------------------------------------------------------------------------------------------- drawing
 
 
+@pytest.mark.nightly
 def test_plots(tmp_path: Path, results: BenchmarkResults) -> None:
     pytest.importorskip("matplotlib")
     written = write_plots(results, tmp_path / "plots")

@@ -35,6 +35,7 @@ def test_a_process_that_crashes_or_hangs_costs_its_row() -> None:
     assert hang == SuiteRow("Hang", "tests", FORWARD, failure=hang.failure)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("forked_workers")
 def test_a_row_without_memory_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRIED", str(tmp_path / "tried"))
