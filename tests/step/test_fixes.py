@@ -293,8 +293,13 @@ def on(device, what):
             "return the tensor, and read it outside of the step",
             lambda y, ones: y.sum(),
         ),
+        (
+            lambda y, ones: torch.cond(y.sum() > 0, lambda y: y.sum(), lambda y: 2 * y.sum(), (y,)),
+            "take torch.where(condition, a, b), which computes both",
+            lambda y, ones: torch.where(y.sum() > 0, y.sum(), 2 * y.sum()),
+        ),
     ],
-    ids=["numbers", "a mask", "a value", "a list", "an array"],
+    ids=["numbers", "a mask", "a value", "a list", "an array", "torch.cond"],
 )
 @pytest.mark.nightly_after(2)
 def test_what_no_graph_can_hold(run, backend, device, what, fix, instead):

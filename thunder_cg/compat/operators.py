@@ -155,6 +155,11 @@ def composite_sees_views() -> Iterator[None]:
         yield
 
 
+def is_higher_order(function: Any) -> bool:
+    """Whether an operator takes functions, as that of `torch.cond` does."""
+    return isinstance(function, torch._ops.HigherOrderOperator)
+
+
 _AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
     torch._C.DispatchKey.AutocastCUDA
 )

@@ -53,6 +53,9 @@ _HOST_SYNC = {_aten._linalg_svd, _aten._linalg_eigh, _aten.histc, _aten.repeat_i
 _HOST_SYNC |= {torch.ops.c10d.barrier, torch.ops.c10d.monitored_barrier_}
 _MASKED = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_, _aten._unsafe_index_put}
 
+_A_READ = "reading a tensor's value, as item() does, and bool() for a branch,"
+_WAITS = "makes the host wait for data, which a graph cannot hold"
+
 # They change a tensor's shape or strides and no memory. Each recorded call has the tensor as it was at that call.
 _RESHAPES = {_aten.as_strided_, _aten.squeeze_, _aten.t_, _aten.transpose_, _aten.unsqueeze_}
 
@@ -176,6 +179,8 @@ def _poison(storages: Iterable[torch.UntypedStorage]) -> None:
 class _Reuse(TorchDispatchMode):
     """Poisons free memory after each operator, because on a GPU any operator may get that memory."""
 
+    supports_higher_order_operators = True  # which PyTorch would refuse to call otherwise
+
     def __init__(self, free: Sequence[torch.UntypedStorage]) -> None:
         super().__init__()
         self._free = free
@@ -189,7 +194,9 @@ class _Reuse(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(map(is_wrapper_type, types)):  # they call operators with the tensors that they hold
             return NotImplemented
-        if torch.is_inference_mode_enabled():  # in other modes, PyTorch decomposes composite operators itself
+        if torch.is_inference_mode_enabled() and not operators.is_higher_order(
+            func
+        ):  # in other modes, PyTorch decomposes composite operators itself
             with operators.composite_sees_views(), self:
                 output = func.decompose(*args, **kwargs)
             if output is not NotImplemented:
@@ -302,6 +309,10 @@ class _Tape(_Reuse):
         return results
 
     def _refuse(self, func: Any, args: Any, kwargs: Any) -> None:
+        if operators.is_higher_order(func):
+            branches = func.name() in ("cond", "while_loop")
+            unseen = f"{func.name()} calls functions that the tape does not see: it is captured on GPUs only"
+            raise CaptureRefused(f"{_A_READ} {_WAITS}" if branches else unseen)
         packet = func.overloadpacket
         if packet in _MASKED:
             indices = args[1] if len(args) > 1 else kwargs["indices"]
@@ -319,9 +330,8 @@ class _Tape(_Reuse):
             bad = bad and not (packet is _aten.lift_fresh and (args[0].dim() == 0 or args[0].numel() == 0))
             self._number = args[0] if packet is _aten.lift_fresh and not bad else None
         if bad:
-            is_read = packet is _aten._local_scalar_dense
-            what = "reading a tensor's value, as item() does, and bool() for a branch," if is_read else func
-            raise CaptureRefused(f"{what} makes the host wait for data, which a graph cannot hold")
+            what = _A_READ if packet is _aten._local_scalar_dense else func
+            raise CaptureRefused(f"{what} {_WAITS}")
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
                 self._check(leaf)

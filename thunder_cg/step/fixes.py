@@ -83,6 +83,7 @@ _BATCHES = "it reads the number of batches on the host, since it averages over a
 _VALIDATION = "the distribution reads its arguments on the host; make it with validate_args=False"
 _BACKWARD = "the backward reads a value on the host; torch.autograd.set_detect_anomaly does, unless check_nan=False"
 _READ = "the host reads a value there; return the tensor, and read it outside of the step"
+_COND = "torch.cond reads its condition on the host; take torch.where(condition, a, b), which computes both"
 _MASK = "the number of elements depends on values; take torch.where, or multiply by the mask"
 _READ_OR_MASK = f"{_READ}; for a boolean index, take torch.where"
 _NUMBERS = "a tensor is made of Python's numbers there; make it before the step"
@@ -306,6 +307,8 @@ def _fix_in_torch(frames: Sequence[FrameType]) -> str | None:
         owner, optimizer = frame.f_locals.get("self"), frame.f_locals.get("optimizer")
         if isinstance(owner, Distribution) and frame.f_code.co_name in ("__init__", "_validate_sample"):
             return _VALIDATION
+        if frame.f_code is torch.cond.__code__:
+            return _COND
         if frame.f_locals.get("error_if_nonfinite") is True:
             return _NORM
         if frame.f_code.co_name == "_engine_run_backward":

@@ -39,6 +39,7 @@ def test_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = GenerationResults.read(file).rows
     assert [each.variant for each in rows if each.model == "Counter"] == [*variants]
     digests = {each.digest for each in rows if each.model == "Counter"}
+    assert not any(each.eager for each in rows)
     assert len(digests) == 1 and digests != {""}, "all variants generate the same tokens"
     assert json.loads(file.read_text())["environment"]["torch"] == torch.__version__
 
@@ -54,11 +55,12 @@ def test_table() -> None:
         row(EAGER, tokens_per_second=60.4),
         row(THUNDER, digest="a", tokens_per_second=50.0),
         row(REDUCE_OVERHEAD, failure="RuntimeError: no"),
-        row(OURS, digest="b", tokens_per_second=1234.5, launches=2.2),
+        row(OURS, digest="b", tokens_per_second=1234.5, launches=2.2, eager="3 x too large"),
     ]
     lines = markdown(rows, {"device": "a GPU", "torch": "2.11", "date": "today"}).splitlines()
     assert lines[2] == "| Net | 60 | 50 | -- | fails | 1,234 | -- | 2 | no |"
     assert "Net, torch.compile, reduce-overhead: RuntimeError: no" in lines
+    assert "Net, thunder_cg, without graphs: 3 x too large" in lines
     assert lines[-1] == "a GPU, torch 2.11, today; greedy, random weights."
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from thunder_cg.kernels import executors
+from thunder_cg.report.report import explain
 from thunder_cg.tools.bench.variants import EAGER, OURS, OURS_FUSED, REDUCE_OVERHEAD, THUNDER, THUNDER_OWN
 from thunder_cg.tools.generation.models import LITGPT, Compile, GeneratingModel
 from thunder_cg.tools.measuring import backend_of, synchronize
@@ -45,6 +47,7 @@ class GenerationRow:
         first_s: seconds of the first generation, which compiles.
         digest: equal for equal tokens of the measured generations.
         failure: why there are no results, "" if there are.
+        eager: reasons why calls ran without graphs, warm-ups aside, with how often each; "" if none did.
     """
 
     model: str
@@ -56,6 +59,7 @@ class GenerationRow:
     first_s: float = 0.0
     digest: str = ""
     failure: str = ""
+    eager: str = ""
 
 
 def measure(
@@ -67,7 +71,8 @@ def measure(
         ready: called with the row so far, before the timing. It returns when nothing else runs on the machine.
     """
     row, new = GenerationRow(entry.name, entry.package, variant, entry.batch), NEW[device.type]
-    generate = _prepared(entry, variant, device, new)
+    compiled: list[Any] = []  # what the variant has compiled, to be explained
+    generate = _prepared(entry, variant, device, new, compiled)
     torch.manual_seed(SEED)
     words, shape = vocabulary(device.type == "cpu"), (entry.batch, PROMPT)
     prompts = [torch.randint(3, words, shape).to(device) for _ in range(WARM_UPS + ROUNDS)]
@@ -87,6 +92,7 @@ def measure(
         synchronize(device)
         seconds.append(time.perf_counter() - start)
     row.digest = hashlib.sha256(b"".join(tokens.cpu().numpy().tobytes() for tokens in found)).hexdigest()[:16]
+    row.eager = "; ".join(_eager(compiled)) if variant in (OURS, OURS_FUSED) else ""
     if device.type == "cuda":
         row.tokens_per_second = entry.batch * new / median(seconds)
         if variant in (OURS, OURS_FUSED):  # other variants launch so much that its analysis takes minutes
@@ -94,10 +100,27 @@ def measure(
     return row
 
 
-def _prepared(entry: GeneratingModel, variant: str, device: torch.device, new: int) -> Callable[[Tensor], Tensor]:
+def _prepared(
+    entry: GeneratingModel, variant: str, device: torch.device, new: int, compiled: list[Any]
+) -> Callable[[Tensor], Tensor]:
     model = make_model(entry.make, device, SEED).eval().requires_grad_(False)
-    compiled = entry.compile(model, _compiler(variant, entry, device))
-    return lambda prompt: entry.generate(compiled, prompt, new)
+    compiler = _compiler(variant, entry, device)
+
+    def compile(fn: Any) -> Any:
+        assert compiler is not None
+        compiled.append(compiler(fn))
+        return compiled[-1]
+
+    generating = entry.compile(model, compiler and compile)
+    return lambda prompt: entry.generate(generating, prompt, new)
+
+
+def _eager(compiled: Sequence[Any]) -> Iterator[str]:
+    reasons: Counter[str] = Counter()
+    for function in compiled:
+        for trace in explain(function).traces:
+            reasons.update(trace.fallbacks)
+    yield from (f"{times} x {reason}" for reason, times in reasons.most_common())
 
 
 def _compiler(variant: str, entry: GeneratingModel, device: torch.device) -> Compile | None:

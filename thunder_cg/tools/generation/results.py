@@ -30,7 +30,8 @@ def markdown(rows: Sequence[GenerationRow], environment: Mapping[str, str]) -> s
         lines.append([model, *rates, _launches(found), _same(found)])
     said = table(["tokens/s", *VARIANTS, "its launches a token", "same tokens"], lines)
     failures = [f"\n{row.model}, {row.variant}: {row.failure}" for row in rows if row.failure]
-    return "\n".join([said, *failures, f"\n{origin(environment)}; greedy, random weights."])
+    eager = [f"\n{row.model}, {row.variant}, without graphs: {row.eager}" for row in rows if row.eager]
+    return "\n".join([said, *failures, *eager, f"\n{origin(environment)}; greedy, random weights."])
 
 
 def differ(rows: Sequence[GenerationRow]) -> list[str]:
