@@ -375,7 +375,7 @@ def test_a_rank_that_is_elsewhere(store: HashStore, group: Group) -> None:
     """What it says of later calls is an answer, and what it has said of earlier ones is none."""
     collectives = Collectives([group], asks=True, watch=watched)
     Other(store).says(10, "", "no: it warms up")
-    with pytest.raises(RanksDiffer, match="it is at call 10 that communicates in the group, and this rank at 1; call"):
+    with pytest.raises(RanksDiffer, match="in the group, and this rank at 1; there, it warms up"):
         collectives.next_round().ask("before", "subject")
     for _ in range(9):
         collectives.count_replay()

@@ -26,7 +26,10 @@ from thunder_cg.compat.distributed import ProcessGroup
 from thunder_cg.errors import RanksDiffer
 from thunder_cg.runtime.arena import Recorder
 from thunder_cg.runtime.ranks.groups import (
+    LATE,
+    NEVER,
     NO,
+    SETTLED,
     WITHDRAWN,
     CallCounter,
     GroupState,
@@ -35,14 +38,13 @@ from thunder_cg.runtime.ranks.groups import (
     close_holders,
     counters,
     meeting_counters,
+    refusal,
     state_of,
     with_other_ranks,
 )
 
 _CAPTURE_TIMEOUT = 10.0  # seconds for that of a rank that captures the same
 _LOOK = 0.5  # seconds for a rank that has asked in vain to ask again
-# Like `NO`. _LATE: some rank has not answered in time. _SETTLED: it tries again only when the ranks meet.
-_LATE, _NEVER, _SETTLED = "late: ", "never: ", "settled: "
 _REFUSES = " does not capture it: "  # after a rank, before why
 _HAS = " again"  # ends a vote of one that could replay
 
@@ -68,7 +70,7 @@ class Round:
     def decline(self, reason: str, *, is_settled: bool = False) -> None:
         """Says that this rank captures nothing in this call; if ``is_settled``, until the ranks meet."""
         self._has_declined = True
-        self._put("", (_SETTLED if is_settled else NO) + reason)
+        self._put("", (SETTLED if is_settled else NO) + reason)
 
     def refuse(self, stage: str, reason: str, *, may_pass: bool, is_late: bool = False) -> None:
         """Says that this rank does not go on with ``stage``, and whether it may in a later call.
@@ -76,7 +78,7 @@ class Round:
         Args:
             is_late: whether that is since some rank has not answered in time.
         """
-        self._put(stage, (_LATE if is_late else NO if may_pass else _NEVER) + reason)
+        self._put(stage, (LATE if is_late else NO if may_pass else NEVER) + reason)
 
     def _put(self, stage: str, vote: str) -> None:
         for state, number in self._numbers.items():
@@ -130,14 +132,13 @@ class Round:
                 state.timeouts += 1
                 problem = f"rank {rank} did not answer within {patience:g} s: it replays, or is busy"
                 raise RanksDiffer(problem, may_pass=True, no_answer=True)
-            if vote.startswith(_LATE):  # it has left the call, and shows at its next one whether it counts more
+            if vote.startswith(LATE):  # it has left the call, and shows at its next one whether it counts more
                 state.timeouts += 1
                 state.await_later_call(number, stage, index, time.monotonic() + min(patience, _LOOK))
-            for word in (NO, _LATE, _NEVER, _SETTLED):
-                if vote.startswith(word):
-                    why = vote.removeprefix(word)  # of a third rank, or of this one at an earlier call, is passed on
-                    problem = why if _REFUSES in why else f"rank {rank}{_REFUSES}{why}"
-                    raise RanksDiffer(problem, may_pass=word is not _NEVER, needs_meeting=word is _SETTLED)
+            if (refused := refusal(vote)) is not None:
+                word, why = refused  # that of a third rank, or of this one at an earlier call, is passed on
+                problem = why if why.startswith("rank ") and _REFUSES in why else f"rank {rank}{_REFUSES}{why}"
+                raise RanksDiffer(problem, may_pass=word is not NEVER, needs_meeting=word is SETTLED)
             if vote.removesuffix(_HAS) != subject:
                 problem = f"rank {rank} captures something else: other collectives, or others together"
                 raise RanksDiffer(problem, may_pass=not self._has_agreed)

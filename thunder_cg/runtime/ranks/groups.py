@@ -50,7 +50,9 @@ from thunder_cg.runtime.arena import Recorder
 
 _logger = logging.getLogger(__name__)
 
-NO = "no: "  # begins a vote against a capture, before why
+# They begin a vote against a capture, before why. LATE: some rank has not answered in time. SETTLED: it tries again
+# only when the ranks meet.
+NO, LATE, NEVER, SETTLED = "no: ", "late: ", "never: ", "settled: "
 WITHDRAWN = ""  # the vote of a rank that does not communicate in the call, after all
 _TIMEOUT, _SHARE = 5.0, 8  # see `GroupState.longest_wait`
 _SHORTEST = 0.02  # seconds, after many time-outs in a row
@@ -225,7 +227,8 @@ class GroupState(CallCounter):
             if number in votes or latest <= number or (ahead is not None and (ahead.call,) == latest):
                 return votes.get(number)  # what it has said of a later call once is no answer to the next one
             now = f"it is at call {_text(latest)} that communicates in the group, and this rank at {_text(number)}"
-            return f"{NO}{now}; call modules and steps on all ranks alike"
+            _, why = refusal(votes[latest]) or (NO, "")
+            return f"{NO}{now}; {f'there, {why}' if why else 'call modules and steps on all ranks alike'}"
 
         return poll(look, deadline)
 
@@ -325,6 +328,11 @@ def poll(look: Callable[[], _Found | None], deadline: float, what: str = "") -> 
 def get(store: Store, key: str) -> str | None:
     """None if nobody has put anything there, which a store would wait for."""
     return store.get(key).decode() if store.check([key]) else None
+
+
+def refusal(vote: str) -> tuple[str, str] | None:
+    """What a vote against a capture begins with, and why; None for one that is for it."""
+    return next(((word, vote.removeprefix(word)) for word in (NO, LATE, NEVER, SETTLED) if vote.startswith(word)), None)
 
 
 def _text(number: Number) -> str:
