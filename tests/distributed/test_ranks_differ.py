@@ -302,7 +302,8 @@ def other_options(what: str) -> list[str]:
     if what == "no transform" and is_other:
         parallel.ddp()  # a call of which would wait for rank 0
         return []
-    options = {"deny": ["torch.nn.functional.gelu"]} if what == "operators" and is_other else {}
+    options: dict[str, Any] = {"deny": ["torch.nn.functional.gelu"]} if what == "operators" and is_other else {}
+    options |= {"capture_collectives": "never"} if what == "capture" and is_other else {}
     others: dict[str, Any] = {"executors": []} if what == "executors" and is_other else {}
     compiled = parallel.ddp(parallel.transform(**options), **others)
     found = []
@@ -321,6 +322,7 @@ def other_options(what: str) -> list[str]:
     [
         ("operators", r"rank 1 has deny=\['torch.nn.functional.gelu'\], not \[\]"),
         ("executors", r"rank 1 has executors=\['torch', 'python'\], not \['"),
+        ("capture", r"rank 1 has capture_collectives='never', not 'auto'"),
         ("no transform", r"rank 1 has run no function that was compiled with the transform and .*, in 0.5 s"),
     ],
 )
