@@ -258,19 +258,20 @@ def _check_constant_at(value: Any, provenance: ProvenanceRecord) -> None:
         return
     if is_ours(_compile_data.get()[0]) and not _is_known(_path(provenance)):
         arg = _Held(value) if isinstance(value, (bytes, range, type)) else value
-        _add((check_constant, _proxy(value, provenance), arg), is_checked)
+        _add_check(is_checked, check_constant, value, provenance, arg)
 
 
-def _add(check: tuple[Any, ...], is_checked: bool = True) -> None:
-    """Has the prologue make a check, at once or if the code communicates: then its group may depend on that."""
-    if is_checked:
-        get_jit_ctx().add_constraint(check)
-    else:
-        _of_groups().append(check)
+def _add_check(is_sure: bool, check: Any, value: Any, provenance: ProvenanceRecord, *expected: Any) -> None:
+    """Has the prologue make a check; if not ``is_sure``, only if the code communicates: see `_check_constant_at`."""
+    if is_sure:
+        get_jit_ctx().add_constraint((check, _proxy(value, provenance), *expected))
+    else:  # a proxy would take a name
+        _of_groups().append(partial(_add_check, True, check, value, provenance, *expected))
 
 
-def _of_groups() -> list[Any]:
-    checks: list[Any] = vars(get_jit_ctx()).setdefault("cudagraph_of_groups", [])
+def _of_groups() -> list[Callable[[], None]]:
+    """What adds the checks that a group may depend on."""
+    checks: list[Callable[[], None]] = vars(get_jit_ctx()).setdefault("cudagraph_of_groups", [])
     return checks
 
 
@@ -395,10 +396,9 @@ def _check_looks(fn: Any, value: WrappedValue, *names: Any) -> None:
         return
     if is_ours(_compile_data.get()[0]):
         if not _is_known((_path(provenance), "kind")):
-            _add((check_kind, _proxy(value.value, provenance), _kind(value.value)), is_of_call)
+            _add_check(is_of_call, check_kind, value.value, provenance, _kind(value.value))
         if is_asked and isinstance(name, str) and not _is_known((_path(provenance), "has", name)):
-            has = _has(value.value, name)
-            _add((check_has, _proxy(value.value, provenance), name, has), is_of_call)
+            _add_check(is_of_call, check_has, value.value, provenance, name, _has(value.value, name))
 
 
 def _look_aside_and_check(self: InterpreterCompileCtx, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -412,7 +412,7 @@ def _look_aside_and_check(self: InterpreterCompileCtx, fn: Any, /, *args: Any, *
         note_call(name)
     if str(getattr(fn, "__module__", None)).startswith("torch.distributed") and is_ours(_compile_data.get()[0]):
         while _of_groups():
-            _add(_of_groups().pop())
+            _of_groups().pop()()
     if isinstance(fn, FunctionType) and fn in _LOGS and is_ours(_compile_data.get()[0]):
         return partial(_log, fn)
     result = _look_aside(self, fn, *args, **kwargs)
