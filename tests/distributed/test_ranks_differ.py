@@ -291,6 +291,31 @@ def test_strict_says_what_ranks_have_to_do(ranks: Ranks) -> None:
         assert "captures something else" in message and "; make the same calls on all ranks" in message
 
 
+def in_a_group_of_some() -> tuple[int, list[int]]:
+    """Rank 0 communicates in a group of its own, beside the default one; what differs, and replays."""
+    import parallel
+
+    some = torch.distributed.new_group([0])
+
+    def reduced(x):
+        y = x * 2
+        torch.distributed.all_reduce(y)
+        y = torch.sin(y) + 1
+        torch.distributed.all_reduce(y, group=some)  # which warns on rank 1
+        return y * 3
+
+    compiled, differing = thunder.jit(reduced, transforms=[parallel.transform()]), 0
+    for step in range(5):
+        x = torch.full((4,), float(step + parallel.RANK()), device=parallel.device())
+        differing += not torch.equal(compiled(x), reduced(x))
+    return differing, parallel.summary(compiled)[0]["replays"]
+
+
+def test_a_group_of_some_ranks(ranks: Ranks) -> None:
+    """The ranks of a group have to make the same collectives in it alone."""
+    assert ranks.run(in_a_group_of_some) == [(0, [4])] * 2
+
+
 def other_options(what: str) -> list[str]:
     """What two calls raise where rank 1 has compiled the model in another way."""
     import parallel
