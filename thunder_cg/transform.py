@@ -327,7 +327,7 @@ class CudagraphTransform(compat.Transform):
             "executors": str([each.name for each in executors]),
             "capture_collectives": repr(options.capture_collectives),
         }
-        return SameOptions(groups, data, counted, waits=options.capture_collectives != "never")
+        return SameOptions(groups, data, counted, needs_answers=options.capture_collectives != "never")
 
     def _region(
         self, planned: Region, io: RegionIO, trace: PlannedTrace, verifier: ReplayVerifier, taken: set[str]

@@ -310,3 +310,55 @@ def test_one_constant_at_several_places(transform, device):
             setattr(part, name, value)
             same(jitted(x, single, single), eager(x, single, single))
     assert thunder.cache_misses(jitted) == 8
+
+
+_mask: torch.Tensor | None = None
+
+
+def test_what_was_empty_or_none_at_first(transform, device):
+    """Keywords for a call, items that a new dict takes over, and a global."""
+
+    def scaled(x, by=2, plus=0):
+        return torch.tanh(x * by + plus)
+
+    def read(x, options, more):
+        y = scaled(x, **options) + scaled(x, **{"plus": 1, **more})
+        return y if _mask is None else y * _mask
+
+    jitted, x = thunder.jit(read, transforms=[transform()]), torch.ones(3, device=device)
+    for options, more, mask in ({}, {}, None), ({"by": 3}, {}, None), ({}, {"by": 4}, None), ({}, {}, x * 2):
+        globals()["_mask"] = mask
+        for _ in range(3):
+            same(jitted(x, options, more), read(x, options, more))
+    assert thunder.cache_misses(jitted) == 4
+
+
+_once: int | None = None
+
+
+@functools.cache
+def _make_table(table):
+    table.size = 3
+
+
+class _Table:
+    size: int | None = None
+
+
+_table = _Table()
+
+
+def test_what_is_made_once_while_thunder_traces(transform, device):
+    """No call would pass a check of a global or an attribute that was None before."""
+
+    def read(x):
+        global _once
+        if _once is None:
+            _once = 2
+        if _table.size is None:
+            _make_table(_table)
+        return torch.tanh(x * _once)
+
+    jitted, x = thunder.jit(read, transforms=[transform()]), torch.ones(3, device=device)
+    for _ in range(4):
+        same(jitted(x), torch.tanh(x * 2))

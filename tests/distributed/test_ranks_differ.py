@@ -291,6 +291,31 @@ def test_strict_says_what_ranks_have_to_do(ranks: Ranks) -> None:
         assert "captures something else" in message and "; make the same calls on all ranks" in message
 
 
+def in_a_group_of_some() -> tuple[int, list[int]]:
+    """Rank 0 communicates in a group of its own, beside the default one; what differs, and replays."""
+    import parallel
+
+    some = torch.distributed.new_group([0])
+
+    def reduced(x):
+        y = x * 2
+        torch.distributed.all_reduce(y)
+        y = torch.sin(y) + 1
+        torch.distributed.all_reduce(y, group=some)  # which warns on rank 1
+        return y * 3
+
+    compiled, differing = thunder.jit(reduced, transforms=[parallel.transform()]), 0
+    for step in range(5):
+        x = torch.full((4,), float(step + parallel.RANK()), device=parallel.device())
+        differing += not torch.equal(compiled(x), reduced(x))
+    return differing, parallel.summary(compiled)[0]["replays"]
+
+
+def test_a_group_of_some_ranks(ranks: Ranks) -> None:
+    """The ranks of a group have to make the same collectives in it alone."""
+    assert ranks.run(in_a_group_of_some) == [(0, [4])] * 2
+
+
 def other_options(what: str) -> list[str]:
     """What two calls raise where rank 1 has compiled the model in another way."""
     import parallel
@@ -302,7 +327,8 @@ def other_options(what: str) -> list[str]:
     if what == "no transform" and is_other:
         parallel.ddp()  # a call of which would wait for rank 0
         return []
-    options = {"deny": ["torch.nn.functional.gelu"]} if what == "operators" and is_other else {}
+    options: dict[str, Any] = {"deny": ["torch.nn.functional.gelu"]} if what == "operators" and is_other else {}
+    options |= {"capture_collectives": "never"} if what == "capture" and is_other else {}
     others: dict[str, Any] = {"executors": []} if what == "executors" and is_other else {}
     compiled = parallel.ddp(parallel.transform(**options), **others)
     found = []
@@ -321,6 +347,7 @@ def other_options(what: str) -> list[str]:
     [
         ("operators", r"rank 1 has deny=\['torch.nn.functional.gelu'\], not \[\]"),
         ("executors", r"rank 1 has executors=\['torch', 'python'\], not \['"),
+        ("capture", r"rank 1 has capture_collectives='never', not 'auto'"),
         ("no transform", r"rank 1 has run no function that was compiled with the transform and .*, in 0.5 s"),
     ],
 )

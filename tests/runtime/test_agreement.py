@@ -459,7 +459,7 @@ def test_a_function_that_one_rank_has_compiled_alone(
     def check(options: dict[str, str], said: str | None = None) -> None:
         if said is not None:
             store.set(f"thunder_cg/1/options/{state_of(group).functions + 1}/1", said)
-        SameOptions([group], Group(), options, waits=True).check("f")
+        SameOptions([group], Group(), options, needs_answers=True).check("f")
 
     ranks_groups._states[group] = ranks_groups.GroupState(group)
     check(usual, json.dumps(usual))

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from thunder.core import interpreter
+from thunder.core import interpreter, jit_ext
 from thunder.core.compile_data import _compile_data
 from thunder.core.interpreter import (
     INTERPRETER_CALLBACKS,
@@ -70,7 +70,9 @@ _CHANGING = frozenset().union(*map(dir, (list, dict, set, deque))) - _READING  #
 _populate: Callable[[WrappedValue], None] = interpreter.populate_item_wrappers
 _look_aside = InterpreterCompileCtx.lookaside
 _compare = interpreter._default_opcode_handler_map["COMPARE_OP"]
+_update = interpreter._default_opcode_handler_map["DICT_UPDATE"]
 _wrap = interpreter.wrap
+_propagate = jit_ext.propagate_constraints
 _wrapped = general_jit_callbacks[INTERPRETER_CALLBACKS.WRAP_CALLBACK]
 
 
@@ -221,27 +223,81 @@ def _is_of_call(provenance: Any) -> bool:
     return provenance.inst in (PseudoInst.INPUT_ARGS, PseudoInst.INPUT_KWARGS)
 
 
+def _is_variable(provenance: Any) -> bool:
+    """Whether it is a global, a variable of a closure, or an attribute that not every module or function has."""
+    if provenance.inst is PseudoInst.LOAD_ATTR:
+        return not _is_pythons_or_modules(provenance)
+    owner = provenance.inputs[0] if provenance.inputs else provenance
+    return owner.inst is PseudoInst.LOAD_ATTR and owner.inputs[1].value == "__globals__"
+
+
+def _is_in_variable(provenance: Any) -> bool:
+    """Whether it is a variable, or an item of one."""
+    is_item = provenance.inst is PseudoInst.BINARY_SUBSCR
+    return _is_variable(provenance) or (is_item and _is_in_variable(provenance.inputs[0]))
+
+
 def _proxy(value: Any, provenance: ProvenanceRecord) -> AnyProxy:
     """Of what is checked. Thunder would take ``any0`` for what the function returns of its arguments as it is."""
     return AnyProxy(value, prefix="checked", history=provenance)
 
 
-def _check_constant_at(value: Any, provenance: ProvenanceRecord, *, of_collective: bool = False) -> None:
+def _check_constant_at(value: Any, provenance: ProvenanceRecord) -> None:
     """Has the prologue check None, a dtype, a function and the like, as an argument or an attribute of a module.
 
-    Thunder takes them for what they were when it traced.
-
-    Args:
-        of_collective: a collective gets it, so wherever it comes from, None may be a group in a later call.
+    Thunder takes them for what they were when it traced. None is checked in any variable, and others in and of
+    variables if the code communicates after it has found them.
     """
     if not isinstance(value, CONSTANTS) or not _is_looked_up_by_prologue(provenance):
         return
     if not isinstance(getattr(value, "__self__", None), (NoneType, ModuleType, type)):
         return  # a method, which each look-up makes anew
-    is_checked = of_collective or isinstance(value, _OF_COLLECTIVES) or _is_of_call(provenance)
-    if is_checked and is_ours(_compile_data.get()[0]) and not _is_known(_path(provenance)):
-        arg = _Held(value) if isinstance(value, (bytes, range)) else value
-        get_jit_ctx().add_constraint((check_constant, _proxy(value, provenance), arg))
+    is_checked = isinstance(value, _OF_COLLECTIVES) or _is_of_call(provenance)
+    is_checked = is_checked or (value is None and _is_variable(provenance))
+    if not is_checked and not _is_in_variable(provenance):
+        return
+    if is_ours(_compile_data.get()[0]) and not _is_known(_path(provenance)):
+        arg = _Held(value) if isinstance(value, (bytes, range, type)) else value
+        _add_check(is_checked, check_constant, value, provenance, arg)
+
+
+def _add_check(is_sure: bool, check: Any, value: Any, provenance: ProvenanceRecord, *expected: Any) -> None:
+    """Has the prologue make a check; if not ``is_sure``, only if the code communicates: see `_check_constant_at`."""
+    if is_sure:
+        get_jit_ctx().add_constraint((check, _proxy(value, provenance), *expected))
+    else:  # a proxy would take a name
+        _of_groups().append(partial(_add_check, True, check, value, provenance, *expected))
+
+
+def _of_groups() -> list[Callable[[], None]]:
+    """What adds the checks that a group may depend on."""
+    checks: list[Callable[[], None]] = vars(get_jit_ctx()).setdefault("cudagraph_of_groups", [])
+    return checks
+
+
+def _propagate_and_drop(context: Any, *args: Any) -> Any:
+    """Drops checks of what the code itself has changed, as it makes a global once: no call would pass them."""
+    function = context.prologue_trace.fn
+
+    def holds(check: Any, value: Any, *expected: Any) -> bool:
+        try:
+            now = _value_at(value.history, function) if check is check_constant else None
+        except Exception:  # it is an argument, or code of the user's looks it up
+            return True
+        return check is not check_constant or essence(now) == essence(expected_constant(*expected))
+
+    context._constraints = [each for each in context._constraints if holds(*each)]
+    return _propagate(context, *args)
+
+
+def _value_at(provenance: Any, function: Any) -> Any:
+    """What the look-ups find now that began with the function."""
+    if provenance.inst is PseudoInst.INPUT_FN:
+        return function
+    if provenance.inst is PseudoInst.CONSTANT:
+        return provenance.value
+    owner, key = (_value_at(each, function) for each in provenance.inputs)
+    return getattr(owner, key) if provenance.inst is PseudoInst.LOAD_ATTR else owner[key]
 
 
 def _is_known(check: Any) -> bool:
@@ -286,7 +342,7 @@ def _as_attribute(provenance: ProvenanceRecord) -> ProvenanceRecord:
     return provenance
 
 
-def _check(value: WrappedValue, *, of_python: bool = False) -> None:
+def check_container(value: WrappedValue, *, of_python: bool = False) -> None:
     """Has the prologue check a container of the caller's as it is now.
 
     Args:
@@ -318,7 +374,7 @@ def _forget_check(value: WrappedValue) -> None:
 
 def _populate_and_check(value: WrappedValue) -> None:
     if not value.has_item_tracking:
-        _check(value)
+        check_container(value)
     _populate(value)
 
 
@@ -335,12 +391,14 @@ def _check_looks(fn: Any, value: WrappedValue, *names: Any) -> None:
     is_asked = not is_container and not str(name).startswith("__")
     if not is_asked and provenance.inst is not PseudoInst.BINARY_SUBSCR:  # no argument, and no item of one
         return
-    if _is_looked_up_by_prologue(provenance) and _is_of_call(provenance) and is_ours(_compile_data.get()[0]):
+    is_of_call = _is_of_call(provenance)
+    if not (is_of_call or _is_in_variable(provenance)) or not _is_looked_up_by_prologue(provenance):
+        return
+    if is_ours(_compile_data.get()[0]):
         if not _is_known((_path(provenance), "kind")):
-            get_jit_ctx().add_constraint((check_kind, _proxy(value.value, provenance), _kind(value.value)))
+            _add_check(is_of_call, check_kind, value.value, provenance, _kind(value.value))
         if is_asked and isinstance(name, str) and not _is_known((_path(provenance), "has", name)):
-            has = _has(value.value, name)
-            get_jit_ctx().add_constraint((check_has, _proxy(value.value, provenance), name, has))
+            _add_check(is_of_call, check_has, value.value, provenance, name, _has(value.value, name))
 
 
 def _look_aside_and_check(self: InterpreterCompileCtx, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -352,17 +410,16 @@ def _look_aside_and_check(self: InterpreterCompileCtx, fn: Any, /, *args: Any, *
         _check_method(fn, *args)
     elif (name := _called_once(fn, *map(interpreter.unwrap, args[:1]))) is not None and is_ours(_compile_data.get()[0]):
         note_call(name)
-    if getattr(fn, "__module__", None) == torch.distributed.all_reduce.__module__:
-        for each in (*args, *kwargs.values()):
-            if isinstance(each, WrappedValue):
-                _check_constant_at(each.value, each.provenance, of_collective=True)
+    if str(getattr(fn, "__module__", None)).startswith("torch.distributed") and is_ours(_compile_data.get()[0]):
+        while _of_groups():
+            _of_groups().pop()()
     if isinstance(fn, FunctionType) and fn in _LOGS and is_ours(_compile_data.get()[0]):
         return partial(_log, fn)
     result = _look_aside(self, fn, *args, **kwargs)
     if result is None and interpreter.is_opaque(fn):
         for each in args:
             if isinstance(each, WrappedValue) and isinstance(each.value, _CONTAINERS):
-                _check(each, of_python=True)
+                check_container(each, of_python=True)
     return result
 
 
@@ -373,7 +430,7 @@ def _check_method(method: Any, container: WrappedValue, *args: Any) -> None:
         _forget_check(container)
         note_lost("changes", f"{method.__objclass__.__name__}.{name}")
     elif name == "__getitem__" and isinstance(container.value, dict) and args[0].value not in container.value:
-        _check(container)
+        check_container(container)
 
 
 def _log(method: Callable[..., None], *args: Any, **kwargs: Any) -> Any:
@@ -410,12 +467,23 @@ def _compare_and_check(inst: Any, /, stack: Any, **state: Any) -> Any:
             if isinstance(operand.value, (list, tuple, dict)):
                 _populate_and_check(operand)
             else:
-                _check(operand, of_python=True)
+                check_container(operand, of_python=True)
     return _compare(inst, stack=stack, **state)
+
+
+def _update_and_check(inst: Any, /, stack: Any, **state: Any) -> Any:
+    """For ``{**other}``. Thunder takes the items without noting where they come from."""
+    if not is_ours(_compile_data.get()[0]) or type(stack.getitem_wrapped(-1).value) is not dict:
+        return _update(inst, stack=stack, **state)
+    other = stack.pop_wrapped()
+    check_container(other)
+    return interpreter.check_signal(interpreter._interpret_call(dict.update, stack.getitem_wrapped(-inst.arg), other))
 
 
 interpreter.populate_item_wrappers = _populate_and_check
 interpreter._default_opcode_handler_map["COMPARE_OP"] = _compare_and_check
+interpreter._default_opcode_handler_map["DICT_UPDATE"] = _update_and_check
 interpreter.wrap = _wrap_and_check
 general_jit_callbacks[INTERPRETER_CALLBACKS.WRAP_CALLBACK] = _check_if_constant
+jit_ext.propagate_constraints = _propagate_and_drop
 InterpreterCompileCtx.lookaside = _look_aside_and_check

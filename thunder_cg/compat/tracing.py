@@ -47,6 +47,8 @@ from thunder.core import (
 from thunder.executors.utils import Region
 from torch import nn
 
+from thunder_cg.compat.containers import check_container
+
 _THUNDERS = interpreter._default_opcode_handler_map
 _wrap_arguments = interpreter.wrap_args_from_list
 _look_up = interpreter.globals_lookup
@@ -220,6 +222,7 @@ def _merge(inst: Any, /, stack: Any, **state: Any) -> Any:
     if not is_wrapped or other.value or not type(other.value) is type(merged.value) is dict:
         return _THUNDERS["DICT_MERGE"](inst, stack=stack, **state)
     stack.pop_wrapped()
+    check_container(other)
     merged.track_items()
     return None
 

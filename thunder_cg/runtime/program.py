@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -220,7 +220,8 @@ class Program:
     def _meet(self, call: Call, votes: Round, *, could_replay: bool) -> None:
         """Gives a recording up after this call if another rank needs a capture. See Note [Meetings]."""
         try:
-            all_replay = votes.ask(_IN_MEETING, described(self.ops.ops, self.ops.values), could_replay=could_replay)
+            subject = partial(described, self.ops.ops, self.ops.values)
+            all_replay = votes.ask(_IN_MEETING, subject, could_replay=could_replay)
         except RanksDiffer:
             all_replay = True
         if could_replay and not all_replay:

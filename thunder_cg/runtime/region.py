@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -403,7 +403,7 @@ class RuntimeRegion:
             when: "before" the region's capture, or "after" it.
         """
         if self.communicates and call.round is not None:
-            call.round.ask(f"{when} the capture of {self.index}", described(self.ops, call.program.ops.values))
+            call.round.ask(f"{when} the capture of {self.index}", partial(described, self.ops, call.program.ops.values))
 
     def _refuse(self, call: Call, when: str, problem: str) -> None:
         """Tells the other ranks that this one has failed, if the region communicates."""

@@ -482,7 +482,7 @@ class GraphedStep:
                 problem = "it communicates in other groups than the call before, in which another thread may have"
                 fix = "call the functions of torch.distributed, since those that C++ calls are not seen"
                 raise RanksDiffer(problem, fix, may_pass=True)
-            votes.ask(_AFTER, {group: " ".join(each.name for each in begun) for group, begun in calls.groups.items()})
+            votes.ask(_AFTER, lambda group: " ".join(each.name for each in calls.groups[group]))
 
         if any_autocast_enabled():
             torch.clear_autocast_cache()

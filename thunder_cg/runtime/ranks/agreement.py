@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import cached_property
 
@@ -90,7 +90,7 @@ class Round:
             if state.group not in groups:
                 state.put_vote(number, "", WITHDRAWN)
 
-    def ask(self, stage: str, subject: str | Mapping[ProcessGroup, str], *, could_replay: bool = False) -> bool:
+    def ask(self, stage: str, subject: str | Callable[[ProcessGroup], str], *, could_replay: bool = False) -> bool:
         """Votes for ``subject`` at ``stage``, and waits. Returns whether all ranks could replay instead.
 
         Args:
@@ -101,7 +101,7 @@ class Round:
         """
         all_could = could_replay
         for state, number in self._numbers.items():
-            its = subject if isinstance(subject, str) else subject[state.group]
+            its = subject if isinstance(subject, str) else subject(state.group)
             state.put_vote(number, stage, its + _HAS * all_could)
             try:
                 # Once they have agreed, all of them are at the same capture.

@@ -11,6 +11,8 @@ Note [Same options]
     `GroupState.longest_wait` only, says that it is alone, and does not count the function, as the others do not. Later
     versions of a function, for other shapes, ask nothing. The user's own collectives keep their order and have launches
     of their own, with any options.
+    A rank that captures no collectives has Thunder's order, as one without the transform. So it waits for
+    `GroupState.longest_wait` only, and goes on beside a rank that says nothing.
 """
 
 from __future__ import annotations
@@ -39,13 +41,13 @@ class SameOptions:
         groups: of Thunder's collectives in a version of the function.
         function: stands for it, for all its versions.
         options: those that count, by name.
-        waits: whether it matters on this rank, or other ranks only hear of its options.
+        needs_answers: whether a rank that says nothing has another order.
     """
 
     def __init__(
-        self, groups: Sequence[ProcessGroup], function: object, options: Mapping[str, str], *, waits: bool
+        self, groups: Sequence[ProcessGroup], function: object, options: Mapping[str, str], *, needs_answers: bool
     ) -> None:
-        self._groups, self._options, self._waits = list(groups), dict(options), waits
+        self._groups, self._options, self._needs_answers = list(groups), dict(options), needs_answers
         self._checked = _functions.setdefault(function, weakref.WeakKeyDictionary())
 
     def check(self, label: str) -> None:
@@ -66,12 +68,14 @@ class SameOptions:
         store, key = distributed.store(group), f"thunder_cg/{state.generation}/options/{state.functions + 1}"
         store.set(f"{key}/{group.rank()}", said)
         are_usual, is_alone, problems = state.options == said, False, []
-        limit = state.longest_wait() if are_usual else distributed.timeout(group)
+        limit = state.longest_wait() if are_usual or not self._needs_answers else distributed.timeout(group)
         deadline = time.monotonic() + limit
-        for index, rank in state.other_ranks() if self._waits else ():
+        for index, rank in state.other_ranks():
             what = f"{label}: waits for rank {rank}, which has to run it, compiled with the same options,"
             put = poll(partial(_options_of, store, f"{key}/{index}", said), deadline, what)
             if put is None and not are_usual:
+                if not self._needs_answers:
+                    continue
                 problem = "has run no function that was compiled with the transform and communicates"
                 problems.append(f"rank {rank} {problem}, in {limit:g} s")
             elif put is None or put.startswith(_ALONE):
