@@ -1017,6 +1017,26 @@ def test_masks_are_not_written(backend, device):
     assert one_region_each_way(graphed)
 
 
+class StraightThrough(torch.autograd.Function):
+    """Thunder has no gradient of ``round``, which the function does not need."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def test_an_autograd_function_of_what_has_no_gradient(backend, device):
+    fn = StraightThrough.apply
+    graphed = trains_alike(
+        Around(lambda x: fn(x * 3) + fn(x)).to(device), lambda: torch.randn(2, 8, device=device), backend
+    )
+    assert one_region_each_way(graphed)
+
+
 def test_an_autograd_function_with_one_result(backend, device):
     fn = Once.apply
     graphed = trains_alike(Around(lambda x: fn(x) + 1).to(device), lambda: torch.randn(2, 8, device=device), backend)
