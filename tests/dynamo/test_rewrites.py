@@ -993,6 +993,50 @@ class Once(torch.autograd.Function):
         return grad * x
 
 
+class Clipped(torch.autograd.Function):
+    """Masks joined with ``&`` and ``|``, which are ``operator.and_`` and ``operator.or_`` in a graph of Dynamo's."""
+
+    @staticmethod
+    def forward(ctx, x, low):
+        ctx.save_for_backward(x)
+        ctx.low = low
+        return torch.round(x.clamp(low, 1) * 7) / 7
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * (((x >= ctx.low) & (x <= 1)) | (x > 3)), None
+
+
+def test_masks_are_not_written(backend, device):
+    def fn(x):
+        y = checkpoint(lambda y: torch.where((y > 0) & (y < 1) | (y < -1), y, y * 2), x, use_reentrant=False)
+        return Clipped.apply(y, -0.5) + 1
+
+    graphed = trains_alike(Around(fn).to(device), lambda: torch.randn(2, 8, device=device), backend)
+    assert one_region_each_way(graphed)
+
+
+class StraightThrough(torch.autograd.Function):
+    """Thunder has no gradient of ``round``, which the function does not need."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def test_an_autograd_function_of_what_has_no_gradient(backend, device):
+    fn = StraightThrough.apply
+    graphed = trains_alike(
+        Around(lambda x: fn(x * 3) + fn(x)).to(device), lambda: torch.randn(2, 8, device=device), backend
+    )
+    assert one_region_each_way(graphed)
+
+
 def test_an_autograd_function_with_one_result(backend, device):
     fn = Once.apply
     graphed = trains_alike(Around(lambda x: fn(x) + 1).to(device), lambda: torch.randn(2, 8, device=device), backend)

@@ -188,6 +188,19 @@ def test_advice_where_dynamo_ends_a_graph_as_a_size_is_not_known(of_size, operat
     assert ended.fix.startswith(advice)
 
 
+def test_advice_for_ctc_loss():
+    """As models of speech have it."""
+
+    def whole(x):
+        return torch.ctc_loss(x.log_softmax(-1), torch.tensor([[1]]), (4,), (1,)) * 2
+
+    torch._dynamo.reset()
+    compiled = thunderfx(whole, backend="tape")
+    compiled(torch.ones(4, 1, 3))
+    (ended,) = explain(compiled).breaks
+    assert ended.fix == "return the log-probabilities, and call ctc_loss on them outside of the compiled function"
+
+
 @pytest.mark.parametrize("compiles", ["jit", "thunderfx"])
 def test_advice_for_bincount_holds_in_training(compiles):
     class Counts(torch.nn.Linear):
@@ -373,6 +386,40 @@ def test_advice_for_random_numbers_of_python():
     assert found.reason == "Random.random(), which Dynamo does not trace" and "torch.rand" in found.fix
     report = explain(mended)
     assert not (report.breaks or report.causes) and len(report.traces) == 1
+
+
+def test_advice_for_a_branch_on_random_numbers_of_python():
+    """As MusicGen of Transformers has it, to skip layers in training."""
+
+    def skipping(x):
+        return x if random.uniform(0, 1) < 0.0 else torch.sin(x)
+
+    def choosing(x):
+        return torch.where(torch.rand((), device=x.device) < 0.0, x, torch.sin(x))
+
+    torch._dynamo.reset()
+    broken, mended = (thunderfx(around(fn), backend="tape") for fn in (skipping, choosing))
+    for compiled in (broken, mended):
+        compiled(torch.ones(3))
+    reason, fix = {(each.reason.partition(",")[0], each.fix) for each in explain(broken).breaks}.pop()
+    assert reason == "a branch on a random number of Python's" and "torch.where(torch.rand((), device=x.device)" in fix
+    report = explain(mended)
+    assert not (report.breaks or report.outside) and len(report.traces) == 1
+
+
+def test_advice_for_a_loop_that_dynamo_does_not_trace():
+    """Dynamo hints at an error of the code's own, which the code does not have."""
+
+    def fn(x):
+        for _ in range(random.randint(1, 2)):
+            x = torch.sin(x)
+        return x
+
+    torch._dynamo.reset()
+    compiled = thunderfx(fn, backend="tape")
+    compiled(torch.ones(3))
+    (found,) = explain(compiled).breaks
+    assert found.fix.startswith("do what this line does outside of the compiled function")
 
 
 @pytest.mark.nightly

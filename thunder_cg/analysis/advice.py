@@ -43,9 +43,14 @@ _ROWS = (
     "nonzero_static(mask, size=n) in the place of nonzero and torch.where(mask), with n rows always, filled up "
     f"with -1, the index of the last element; or {_MASKED}"
 )
+DRAWN = (
+    "choose with torch.where(torch.rand((), device=x.device) < p, a, b), which computes both, or draw and branch "
+    "outside of the compiled function"
+)
 _OF_SIZE = {  # by what is in the name of the operator, in the line, or in the message of an error
     "cross_entropy": "cross_entropy(logits, torch.where(mask, target, -100)) in the place of "
     "cross_entropy(logits[mask], target[mask]): it leaves out its ignore_index, which is -100, of the mean, too",
+    "ctc_loss": "return the log-probabilities, and call ctc_loss on them outside of the compiled function",
     "bincount": "(x[:, None] == torch.arange(n)).sum(0) in the place of bincount",
     "repeat": "x[torch.searchsorted(counts.cumsum(0), torch.arange(n), right=True)] in the place of "
     "repeat_interleave(x, counts)",

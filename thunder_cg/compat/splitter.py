@@ -231,6 +231,6 @@ def _restore_grad_mode(part: GraphModule) -> None:
 
 
 def can_trace_all(module: GraphModule, options: dict[str, Any]) -> bool:
-    """Whether Thunder can trace all of a graph, without fallbacks."""
-    can, _ = utils.is_graphmodule_supported_by_thunder(module, options)
+    """Whether Thunder can trace all of a graph, without fallbacks and without gradients of it."""
+    can, _ = utils.is_graphmodule_supported_by_thunder(module, _untracked(options))
     return bool(can) and not any(loses_wait(node, options) for node in module.graph.nodes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator
 from itertools import chain, groupby, takewhile
+from keyword import iskeyword
 from typing import Any
 
 import torch
@@ -33,9 +34,12 @@ _WAIT_FOR_NOTHING = frozenset(
 
 
 def is_named_in_place(node: Node) -> bool:
-    """Whether the name of an operator says that it writes to its first argument, as that of ``add_`` does."""
+    """Whether the name of an operator says that it writes to its first argument, as that of ``add_`` does.
+
+    Not ``operator.and_``, which ``x & y`` is in a graph of Dynamo's: without ``_`` it would be a keyword.
+    """
     name = operator_name(node)
-    return name.endswith("_") and not name.endswith("__")
+    return name.endswith("_") and not (name.endswith("__") or iskeyword(name[:-1]))
 
 
 def replaces_memory(node: Node) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from thunder_cg.analysis.advice import PACKS, PADDED, RECURRENT, for_branch, for_read, for_size
+from thunder_cg.analysis.advice import DRAWN, PACKS, PADDED, RECURRENT, for_branch, for_read, for_size
 from thunder_cg.analysis.sources import SourceLine, called_from, users
 from thunder_cg.compat.dynamo_records import DynamoBreak, DynamoGuard, Recompilation
 
@@ -75,9 +75,13 @@ _KNOWN = (
     ("setattr() on Tensor.requires_grad", True, "", _REQUIRES_GRAD),
     ("Unsupported context manager", True, "", _CONTEXT),
     ("of class `Work`", False, "", _ASYNC),
+    ("UnspecializedPythonVariable", False, "a branch on a random number of Python's", DRAWN),
 )
 _VAGUE = ("Unsupported method call", "Unsupported function call")  # of Dynamo's titles
-_NO_HELP = ("Please report an issue", "It may be possible to write", "This graph break is fundamental")
+_NO_HELP = (
+    *("Please report an issue", "It may be possible to write", "This graph break is fundamental"),
+    "Your code may result in an error",
+)
 
 
 @dataclass(frozen=True, slots=True)
