@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from hashlib import sha256
 
 from thunder_cg.analysis.ops import Op, Ops, Value, process_groups
-from thunder_cg.compat.distributed import ProcessGroup
+from thunder_cg.compat.distributed import ProcessGroup, ranks
 from thunder_cg.compat.thunder import DistributedReduceOps
 
 # Bytes of collectives that are coalesced. Each launch has a latency of some 20 us, in which a link of 400 GB/s moves as
@@ -50,15 +50,19 @@ def coalesced(ops: Sequence[Op], values: Mapping[str, Value]) -> list[list[int]]
 def described(ops: Sequence[Op], values: Mapping[str, Value], group: ProcessGroup) -> str:
     """A hash of what the ranks of a group have to launch alike: its collectives, what they take, which are together.
 
-    All else may differ, such as the size of a batch, and so may the sizes of what an exchange takes and gives, and what
-    only some of the ranks make in other groups.
+    So it is with those of groups that all these ranks are in. All else may differ, such as the size of a batch, and so
+    may the sizes of what an exchange takes and gives.
     """
+    members = {*ranks(group)}
+
+    def is_of_all(op: Op) -> bool:
+        return any(members.issubset(ranks(each)) for each in process_groups([op]))
 
     def taken(op: Op) -> list[tuple[str, int]]:
         tensors = [values[name] for name in op.inputs if values[name].kind == "tensor"]
         return [(str(value.dtype), 0 if op.id == _EXCHANGE else value.nbytes) for value in tensors]
 
-    launches = [[ops[i] for i in launch if group in process_groups([ops[i]])] for launch in coalesced(ops, values)]
+    launches = [[ops[i] for i in launch if is_of_all(ops[i])] for launch in coalesced(ops, values)]
     said = [[(op.name, taken(op)) for op in launch] for launch in launches if launch]
     return sha256(repr(said).encode()).hexdigest()
 
