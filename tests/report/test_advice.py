@@ -407,6 +407,27 @@ def test_advice_for_a_branch_on_random_numbers_of_python():
     assert not (report.breaks or report.outside) and len(report.traces) == 1
 
 
+def test_advice_for_a_module_that_is_converted_in_the_forward():
+    """As routers of experts of Switch Transformers have it."""
+
+    class Router(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.classifier = torch.nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.sin(x)
+            self.classifier = self.classifier.to(torch.float32)
+            return self.classifier(x)
+
+    torch._dynamo.reset()
+    compiled = thunderfx(Router(), backend="tape")
+    compiled(torch.ones(3))
+    found = explain(compiled).breaks
+    assert found and all(each.reason.startswith("new parameters") for each in found), found
+    assert all("convert before the call" in each.fix for each in found)
+
+
 def test_advice_for_a_loop_that_dynamo_does_not_trace():
     """Dynamo hints at an error of the code's own, which the code does not have."""
 

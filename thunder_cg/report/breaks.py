@@ -64,6 +64,10 @@ _GRADIENT = (
     "compile what comes before it, and call torch.autograd.grad or backward outside of the compiled function; a whole "
     "training step is one graph in thunder_cg.graphed_step"
 )
+_PARAMETER = (
+    "make parameters before the call; module.to(...), half() and float() make them, too, even of the same dtype: "
+    "convert before the call"
+)
 # What is in Dynamo's message, whether in its first line, the reason, if that line does not say it well, and the fix.
 _KNOWN = (
     ("builtin `print`", False, "print()", _PRINT),
@@ -72,6 +76,7 @@ _KNOWN = (
     ("async_op=True", True, "", _ASYNC),
     ("copy.deepcopy", True, "", _DEEPCOPY),
     ("logging.Logger method", True, "", _LOGGER),
+    ("`torch.nn.Parameter()` constructor", True, "new parameters, which Dynamo does not trace", _PARAMETER),
     ("setattr() on Tensor.requires_grad", True, "", _REQUIRES_GRAD),
     ("Unsupported context manager", True, "", _CONTEXT),
     ("of class `Work`", False, "", _ASYNC),
