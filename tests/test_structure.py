@@ -190,6 +190,7 @@ def test_each_note_is_there_once() -> None:
     assert [(note, file) for note, file in sorted(cited) if note not in notes] == []
 
 
+@pytest.mark.nightly
 def test_importing_the_package_builds_and_probes_nothing() -> None:
     source = (
         "import warnings; warnings.simplefilter('ignore')\n"

@@ -74,6 +74,7 @@ class Net(nn.Module):
         return nn.functional.dropout(self.layer(x), 0.5) + self.calls
 
 
+@pytest.mark.nightly
 def test_each_wrong_operator_is_named(frozen: Frozen) -> None:
     model = Net(frozen.ops["counted"], torch.tanh, frozen.ops["numbered"])
     before = {name: t.clone() for name, t in model.state_dict().items()}

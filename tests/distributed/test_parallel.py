@@ -70,7 +70,7 @@ def without_gradients(builder: str):
     return differing, [trace["replays"] for trace in parallel.summary(compiled)]
 
 
-@pytest.mark.nightly_after(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("builder", ["ddp", "fsdp zero2", "tensor parallel"])
 def test_without_gradients(ranks: Ranks, builder: str) -> None:
     """Thunder 0.2.6 alone has no tensor parallelism there."""

@@ -264,6 +264,7 @@ def replay_raises() -> tuple[int, list[int]]:
     return parallel.differing(*found), [min(trace["replays"]) for trace in backwards]
 
 
+@pytest.mark.nightly
 def test_a_rank_that_raises_in_a_replay(ranks: Ranks) -> None:
     """Before it communicates: another layout is captured by all ranks later."""
     assert ranks.run(replay_raises) == [(0, [STEPS - 1, STEPS - 1])] * 2

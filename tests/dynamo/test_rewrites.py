@@ -428,6 +428,7 @@ def _with_factories(x):
     return sum(made, x) + torch.ones(size=(8,), device=x.device)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "fn",
     each_and_all(
@@ -702,6 +703,7 @@ def test_masks_that_are_combined_in_place(grad):
     assert not explain(graphed).outside and not explain(graphed).joined
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("fn", each_and_all(corrects, divides, multiplies, routes, chains, activates))
 def test_gradients_of_operators_in_place(backend, device, fn):
     """Thunder's own are wrong for these: its backward reads what was overwritten."""
@@ -1113,6 +1115,7 @@ class OfRows(torch.autograd.Function):
         return grad.view(ctx.rows, -1) * x * ctx.rows, other * y, None
 
 
+@pytest.mark.nightly_after(1)
 @pytest.mark.parametrize("function", [Twice, OfRows])
 def test_autograd_functions_of_dynamic_shapes(backend, device, function):
     def fn(x):
@@ -1196,6 +1199,7 @@ def test_pooling_with_ceil_mode(backend, device, fn):
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "fn",
     each_and_all(
@@ -1893,6 +1897,7 @@ def test_padding_modes(backend, device, mode):
     assert one_region_each_way(trains_alike(fn, lambda: torch.randn(2, 3, 8, device=device), backend, 1e-5))
 
 
+@pytest.mark.nightly
 def test_spectral_norm(backend, device):
     """It iterates in place, with out=, on buffers. A product of vectors is a number on the CPU, which Inductor gets."""
     torch.manual_seed(1)

@@ -72,6 +72,7 @@ def test_the_signature_is_that_of_what_was_compiled(backend):
     assert inspect.signature(thunderfx(model.forward, backend=backend)) == inspect.signature(model.forward)
 
 
+@pytest.mark.nightly
 def test_layers_that_repeat_are_tried_once(backend, device, monkeypatch):
     """A trial traces and differentiates an operator."""
     tried = []
@@ -738,6 +739,7 @@ def test_the_report_says_that_dynamo_compiles_a_function_no_more(backend, device
     assert report.traces and not report.limits and report.python_calls == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("cut")
 def test_a_whole_step_with_what_inductor_got(backend, device):
     """On the tape, which sees no kernels of Inductor's, its operators are recorded one by one."""

@@ -356,6 +356,7 @@ def test_errors_of_this_package_say_themselves_what_to_try(where: str) -> None:
     assert to_try(f"{where}ValueError: a SharedMemoryError: overlaps", is_of_dynamo=bool(where)) != ""
 
 
+@pytest.mark.nightly
 def test_shapes_and_what_follows_from_them_are_said_once() -> None:
     """A number of Dynamo's that is a size is no other cause, and advice is not given twice."""
 

@@ -281,6 +281,7 @@ def test_it_goes_on_after_a_release(device, pair):
         same_state(*pair)
 
 
+@pytest.mark.nightly
 def test_two_layouts_take_turns(device, pair):
     for i in range(12):
         both(pair, batch(device, i)[: 4 - i % 2])
@@ -459,6 +460,7 @@ class Parts(torch.nn.Module):
         return self.last(h.exp().sin())
 
 
+@pytest.mark.nightly
 def test_a_scratch_arena_leaves_alone_what_a_forward_in_flight_has_saved(backend, device):
     """Its graphs have views of that, which are not its own to poison."""
     transform = cudagraph_transform(backend=backend, deny=["matmul"], max_recordings=1)

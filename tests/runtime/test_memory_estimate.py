@@ -100,6 +100,7 @@ def reserved(graphed: list[Any], x: torch.Tensor, calls: int) -> list[int]:
     return found
 
 
+@pytest.mark.nightly
 def test_a_pool_begins_with_what_takes_the_least_memory():
     """Before warm-up and capture, as a pool is given back in between. A backward allocates where its forward did."""
 

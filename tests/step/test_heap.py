@@ -32,6 +32,7 @@ def make() -> Callable[[], None]:
     return function
 
 
+@pytest.mark.nightly
 def test_tensors_and_functions_are_found_whenever_they_were_frozen() -> None:
     tensors, functions = [], []
     for _ in range(3):

@@ -145,6 +145,7 @@ def test_memory_that_cannot_be_moved(step_twins, device, looks_used):
     assert total.requires_grad
 
 
+@pytest.mark.nightly
 def test_what_views_hold_is_said(step_twins, device):
     """As where all gradients are written as parts of one vector."""
 

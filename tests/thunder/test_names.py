@@ -76,6 +76,7 @@ def compare(plain, graphed, make, training):
     assert replays(graphed) >= (CALLS - 1) * (1 + training)
 
 
+@pytest.mark.nightly
 def test_arguments(twins, backend, device):
     names = generated(backend, device)
     fn = function(names, "x, {names}", "torch.sin(x * {name})")["fn"]

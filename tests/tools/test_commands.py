@@ -51,6 +51,7 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.nightly
 def test_explain_runs_a_script_and_prints_each_report(script: Path) -> None:
     page = script.with_name("report.html")
     words = ["explain", "--html", str(page), str(script), "3"]

@@ -833,6 +833,7 @@ def test_bits():
         assert same_bits(t, t.clone()) and same_bits(t.conj(), t.conj())
 
 
+@pytest.mark.nightly
 def test_value_hashes():
     t = torch.randn(3, 4, 5)
     assert int(hash_tensor(t)) == int(hash_tensor(t.clone())) == int(hash_tensor(t.t_().t() if t.dim() < 3 else t))
