@@ -280,11 +280,13 @@ def _propagate_and_drop(context: Any, *args: Any) -> Any:
     function = context.prologue_trace.fn
 
     def holds(check: Any, value: Any, *expected: Any) -> bool:
+        if check is not check_constant:
+            return True
         try:
-            now = _value_at(value.history, function) if check is check_constant else None
+            now = _value_at(value.history, function)
         except Exception:  # it is an argument, or code of the user's looks it up
             return True
-        return check is not check_constant or essence(now) == essence(expected_constant(*expected))
+        return essence(now) == essence(expected_constant(*expected))
 
     context._constraints = [each for each in context._constraints if holds(*each)]
     return _propagate(context, *args)

@@ -71,8 +71,7 @@ def measure(
         ready: called with the row so far, before the timing. It returns when nothing else runs on the machine.
     """
     row, new = GenerationRow(entry.name, entry.package, variant, entry.batch), NEW[device.type]
-    compiled: list[Any] = []  # what the variant has compiled, to be explained
-    generate = _prepared(entry, variant, device, new, compiled)
+    generate, compiled = _prepared(entry, variant, device, new)
     torch.manual_seed(SEED)
     words, shape = vocabulary(device.type == "cpu"), (entry.batch, PROMPT)
     prompts = [torch.randint(3, words, shape).to(device) for _ in range(WARM_UPS + ROUNDS)]
@@ -101,10 +100,11 @@ def measure(
 
 
 def _prepared(
-    entry: GeneratingModel, variant: str, device: torch.device, new: int, compiled: list[Any]
-) -> Callable[[Tensor], Tensor]:
+    entry: GeneratingModel, variant: str, device: torch.device, new: int
+) -> tuple[Callable[[Tensor], Tensor], list[Any]]:
+    """What generates, and what the variant has compiled for that."""
     model = make_model(entry.make, device, SEED).eval().requires_grad_(False)
-    compiler = _compiler(variant, entry, device)
+    compiler, compiled = _compiler(variant, entry, device), list[Any]()
 
     def compile(fn: Any) -> Any:
         assert compiler is not None
@@ -112,7 +112,7 @@ def _prepared(
         return compiled[-1]
 
     generating = entry.compile(model, compiler and compile)
-    return lambda prompt: entry.generate(generating, prompt, new)
+    return lambda prompt: entry.generate(generating, prompt, new), compiled
 
 
 def _eager(compiled: Sequence[Any]) -> Iterator[str]:
