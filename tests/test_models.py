@@ -176,6 +176,25 @@ def test_fusions_are_not_compiled_in_a_capture(twins, backend, device, monkeypat
     assert [(r["captures"], r["replays"], r["failure"]) for r in regions(graphed)] == [(1, 3, None)] * 2
 
 
+def test_fusions_are_not_compiled_in_a_capture_in_inference_mode(twins, backend, device, monkeypatch):
+    """What a graph reads in the place of an inference tensor is one for the fusion, and what it writes, too."""
+    if backend == "tape":
+        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # the guards are the same
+
+    def fn(x, cache, index):
+        y = torch.cos(torch.relu(torch.tanh(x))) * 2
+        return torch.tanh(y).sin() + cache.index_copy_(0, index, x[:1].sin()).sum()
+
+    plain, graphed = twins(fn, jit=FUSED)
+    with torch.inference_mode(), torch._dynamo.config.patch(error_on_recompile=True):
+        caches = torch.zeros(2, 4, 16, device=device).unbind()
+        for i in range(5):
+            x, index = torch.randn(4, 16, device=device), torch.tensor([i % 4], device=device)
+            same(plain(x, caches[0], index), graphed(x, caches[1], index))
+            same(*caches)
+    assert [(r["captures"], r["replays"], r["failure"]) for r in regions(graphed)] == [(1, 4, None)]
+
+
 def test_two_devices_on_the_host_side(twins, device):
     """Numbers and tensors of the CPU beside tensors of the device."""
 

@@ -42,7 +42,7 @@ MakeBuffers = Callable[[], tuple[Sequence[CopiedInput], list[Any]]]
 def static_buffer(pool: Pool, like: torch.Tensor) -> torch.Tensor:
     """Memory of the pool with the layout of ``like``, alignment included, for a graph to read in its place.
 
-    The buffer is no inference tensor, even if ``like`` is: those have no version, which shows what a capture writes.
+    The buffer is no inference tensor, even if ``like`` is: nobody could write to those outside of inference mode.
     """
     item = like.element_size()
     shift = like.data_ptr() % ALIGNMENT // item
@@ -91,5 +91,14 @@ def detached(args: Sequence[Any], written: Set[int]) -> list[Any]:
 
 
 def with_buffers(args: Sequence[Any], buffers: Sequence[torch.Tensor | None]) -> list[Any]:
-    """The arguments, with buffers in the place of those that have one."""
-    return [arg if buffer is None else buffer.requires_grad_(arg.requires_grad) for arg, buffer in zip(args, buffers)]
+    """The arguments, with buffers in the place of those that have one, which operators take for the arguments."""
+    return [arg if buffer is None else _in_the_place_of(arg, buffer) for arg, buffer in zip(args, buffers)]
+
+
+def _in_the_place_of(arg: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    """The buffer, as an inference tensor if ``arg`` is one: torch.compile guards that, and would compile again."""
+    if not arg.is_inference():
+        return buffer.requires_grad_(arg.requires_grad)
+    with torch.inference_mode():
+        alike = view_of_storage(buffer, buffer.dtype, int(buffer.storage_offset()), buffer.size(), buffer.stride())
+        return read_as(alike, conj=buffer.is_conj(), neg=buffer.is_neg()).data.requires_grad_(arg.requires_grad)

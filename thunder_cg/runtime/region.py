@@ -413,6 +413,8 @@ class RuntimeRegion:
     def _fail(self, call: Call, error: Exception) -> str:
         """Keeps the reason, and whether to try again: what fails in an operator, or is refused, does so again.
 
+        A fusion may have been compiled in the capture, which fails while it times kernels; the next one finds them.
+
         Returns the reason alone.
         """
         op = self._failing_op(error)
@@ -421,7 +423,8 @@ class RuntimeRegion:
             text, may_pass = str(error), error.may_pass
         else:
             text += sentence(error)
-            may_pass = is_out_of_memory(error) or (op is None and not isinstance(error, CaptureRefused))
+            may_compile = op is None or op.is_fusion
+            may_pass = is_out_of_memory(error) or (may_compile and not isinstance(error, CaptureRefused))
         self.lacks_ranks = isinstance(error, RanksDiffer) and may_pass
         self.failed_attempts += 1
         self.stays_eager |= not may_pass or self.failed_attempts >= _MAX_ATTEMPTS
