@@ -128,7 +128,7 @@ def expected_constant(arg: Any) -> Any:
 @_registered
 def check_constant(value: Any, arg: Any) -> None:
     expected = expected_constant(arg)
-    if type(value) is not type(expected) or essence(value) != essence(expected):
+    if value is not expected and (type(value) is not type(expected) or essence(value) != essence(expected)):
         raise RuntimeError(f"Expected {expected}, got {value}")
 
 
