@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -51,9 +52,23 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ],
 )
 def test_the_pool_is_used_where_it_has_room(said: list[str], sizes: tuple[int, int], expected: list[str]) -> None:
-    found: Any = CudaPool.__new__(CudaPool)  # needs no GPU
-    found._index, found._allocates_inside, found._private_pool = 0, True, SimpleNamespace(id=(0, 1))
+    found = _pool(graphs=1)
     first, second = sizes  # in MiB, the second one inside of the first
     with found._with_room_for(first * MIB), found._with_room_for(second * MIB):
         pass
     assert said == expected and found._allocates_inside
+
+
+def test_a_pool_without_graphs_has_room_for_all_that_is_known(said: list[str]) -> None:
+    found = _pool(graphs=0)
+    with found._with_room_for(200 * MIB):
+        assert said == []
+    with found._with_room_for(sys.maxsize):
+        assert said == ["outside"]
+
+
+def _pool(graphs: int) -> Any:
+    found: Any = CudaPool.__new__(CudaPool)  # needs no GPU
+    found._index, found._allocates_inside, found._private_pool = 0, True, SimpleNamespace(id=(0, 1))
+    found._graphs = range(graphs)
+    return found

@@ -9,12 +9,13 @@ Note [Memory for a pool]
     before a warm-up, which makes the pool as large as it gets: both together take no more than an eager call. When
     memory runs out, the allocator frees its cache and tries again, but not while this thread allocates from a private
     pool. So this module frees the cache after a warm-up or a capture has failed, and once more before the next
-    capture, because what was in the way may be cached by then. What Inductor allocates to time kernels stays outside,
-    unless it fits into free memory of the pool.
+    capture, because what was in the way may be cached by then. What Inductor allocates to time kernels comes from the
+    pool if the pool has room for it, or has no graph yet, so that it begins anew with the first one.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -159,8 +160,8 @@ class CudaPool:
 
     @contextmanager
     def _with_room_for(self, nbytes: int) -> Iterator[None]:
-        """Inside a warm-up, for so many bytes that are freed soon: this thread allocates from the private pool if that
-        has room for them, and keeps nothing cached elsewhere if it has not. May be used inside of another one.
+        """Inside a warm-up, for so many bytes that are freed soon: this thread allocates from the private pool, or
+        elsewhere, where it keeps nothing cached then: see Note [Memory for a pool]. May be used inside of another one.
         """
         was_inside = self._allocates_inside
         is_inside = self._has_room_for(nbytes) if nbytes >= LEAST_SEGMENT // 2 else was_inside
@@ -179,7 +180,9 @@ class CudaPool:
             self._allocates_inside = was_inside
 
     def _has_room_for(self, nbytes: int) -> bool:
-        """Whether a free block has room for so many bytes, and for small ones beside them."""
+        """Whether a free block has room for so many bytes, and for small ones beside them, or a new segment may."""
+        if not self._graphs and nbytes < sys.maxsize:
+            return True
         blocks = (block for segment in cuda.pool_segments([self._private_pool.id]) for block in segment["blocks"])
         return any(block["state"] == "inactive" and block["size"] >= nbytes + LEAST_SEGMENT for block in blocks)
 
