@@ -134,13 +134,13 @@ def test_what_no_prologue_can_look_up_is_not_checked(transform, device):
 
 def test_a_list_that_a_module_owns_costs_steady_calls_nothing(transform, device):
     """It is watched together with the module's attributes, and grows under the fast path."""
-    model = Sums(length, [None, None]).to(device).eval().requires_grad_(False)
+    model = Sums(length, [object(), object()]).to(device).eval().requires_grad_(False)
     eager, jitted = copy.deepcopy(model), thunder.jit(model, transforms=[transform()])
     x = torch.randn(2, 4, device=device)
     for number in range(8):
         if number == 4:
-            model.items.append(None)
-            eager.items.append(None)
+            model.items.append(object())
+            eager.items.append(object())
         same(jitted(x), eager(x))
     assert thunder.cache_misses(jitted) == 2 and fast_path_calls(jitted) == 4
     (change,) = explain(jitted).changes
@@ -333,7 +333,36 @@ def test_what_was_empty_or_none_at_first(transform, device):
     assert thunder.cache_misses(jitted) == 4
 
 
+_factors: list[float | None] = [None, 2.0]
+_shifts: dict[str, float | None] = {"by": None}
+
+
+def test_items_that_were_none_at_first(transform, device):
+    """Of a global, and of what a module has."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.factors = [None, 2.0]
+
+        def forward(self, x):
+            for factor in (*self.factors, *_factors):
+                x = torch.tanh(x) if factor is None else x * factor
+            return x if _shifts["by"] is None else x + _shifts["by"]
+
+    _factors[0] = _shifts["by"] = None
+    model, x = Scaled(), torch.ones(3, device=device)
+    jitted = thunder.jit(model, transforms=[transform()])
+    for items, key, value in (([], 0, 0.0), (model.factors, 0, 3.0), (_factors, 0, 4.0), (_shifts, "by", 1.0)):
+        if items:
+            items[key] = value
+        for _ in range(3):
+            same(jitted(x), model(x))
+    assert thunder.cache_misses(jitted) == 4
+
+
 _once: int | None = None
+_made: dict[str, int | None] = {"once": None}
 
 
 @functools.cache
@@ -357,6 +386,8 @@ def test_what_is_made_once_while_thunder_traces(transform, device):
             _once = 2
         if _table.size is None:
             _make_table(_table)
+        if _made["once"] is None:
+            _made["once"] = 3
         return torch.tanh(x * _once)
 
     jitted, x = thunder.jit(read, transforms=[transform()]), torch.ones(3, device=device)

@@ -245,17 +245,17 @@ def _proxy(value: Any, provenance: ProvenanceRecord) -> AnyProxy:
 def _check_constant_at(value: Any, provenance: ProvenanceRecord) -> None:
     """Has the prologue check None, a dtype, a function and the like, as an argument or an attribute of a module.
 
-    Thunder takes them for what they were when it traced. None is checked in any variable, and others in and of
-    variables if the code communicates after it has found them.
+    Thunder takes them for what they were when it traced. None is checked in any variable and item of one, and others
+    if the code communicates after it has found them.
     """
     if not isinstance(value, CONSTANTS) or not _is_looked_up_by_prologue(provenance):
         return
     if not isinstance(getattr(value, "__self__", None), (NoneType, ModuleType, type)):
         return  # a method, which each look-up makes anew
     is_checked = isinstance(value, _OF_COLLECTIVES) or _is_of_call(provenance)
-    is_checked = is_checked or (value is None and _is_variable(provenance))
     if not is_checked and not _is_in_variable(provenance):
         return
+    is_checked = is_checked or value is None
     if is_ours(_compile_data.get()[0]) and not _is_known(_path(provenance)):
         arg = _Held(value) if isinstance(value, (bytes, range, type)) else value
         _add_check(is_checked, check_constant, value, provenance, arg)
