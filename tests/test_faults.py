@@ -711,6 +711,7 @@ def test_gradients_that_are_what_the_forward_saved(pair):
             same(gradient, clone)
 
 
+@pytest.mark.nightly
 def test_nothing_is_left_of_a_model_with_faults(transform, device):
     """But for what the first one leaves to those after it: workspaces, and a graph of which the capture broke."""
     shared = transform()

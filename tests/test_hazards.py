@@ -998,6 +998,7 @@ def test_gradients_in_a_batch(twins, device):
     assert replays(graphed) > CALLS
 
 
+@pytest.mark.nightly_after(1)
 @pytest.mark.parametrize("bag", [False, True])
 def test_sparse_gradients_of_embeddings(twins, device, bag):
     class Embeds(nn.Module):

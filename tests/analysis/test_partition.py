@@ -372,6 +372,7 @@ def check_fewest(trace, rng):
     assert groups_of(plan, verdicts) == fewest_groups(colors, pairs)
 
 
+@pytest.mark.nightly
 def test_long_plans_on_two_devices_are_legal(trace):
     for seed in range(150):
         check_legal(trace, random.Random(seed))

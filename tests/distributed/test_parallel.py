@@ -35,6 +35,7 @@ def same_bits(builder: str, steps: int, micro: int):
     return parallel.differing(ours, theirs), parallel.summary(compiled)
 
 
+@pytest.mark.nightly_after(2)
 @pytest.mark.parametrize("builder", ORDERS)
 def test_same_bits(ranks: Ranks, builder: str) -> None:
     for differing, traces in ranks.run(same_bits, builder, 5, 1):

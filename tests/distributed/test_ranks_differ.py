@@ -240,6 +240,7 @@ def _raise_in_backward(compiled: Any, tokens: torch.Tensor, raises: AbstractCont
     raise AssertionError("it has not raised")
 
 
+@pytest.mark.nightly
 def test_a_rank_that_raises_before_it_communicates(ranks: Ranks) -> None:
     """It numbers its calls as the others do: a call that has not communicated is none."""
     assert ranks.run(raises_before_it_communicates) == [(0, [STEPS - 1])] * 2
@@ -460,7 +461,8 @@ def other_batches_each_time() -> tuple[int, list[str]]:
     found: list[list[torch.Tensor]] = []
     for function in (reduced, thunder.jit(reduced, transforms=[parallel.transform()])):
         rows = (2 + step % 4 if parallel.RANK() else 4 for step in range(8))
-        found.append([function(torch.arange(8.0 * n, device=parallel.device()).view(n, 8)) for n in rows])
+        # Copied to the host, since NCCL lets a rank run ahead.
+        found.append([function(torch.arange(8.0 * n, device=parallel.device()).view(n, 8)).cpu() for n in rows])
     return parallel.differing(*found), [why for trace in parallel.summary(function) for why in trace["fallbacks"]]
 
 

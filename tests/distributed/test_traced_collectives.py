@@ -129,6 +129,7 @@ CASES = {
 }
 
 
+@pytest.mark.nightly_after(2)
 @pytest.mark.parametrize("name", CASES)
 def test_collectives_are_captured_with_their_waits(ranks: Ranks, name: str) -> None:
     for differing, (trace,), text in ranks.run(called, name, "jit"):

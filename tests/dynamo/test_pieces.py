@@ -156,6 +156,7 @@ def _padded(x, w, n):
     return torch.vmap(lambda row: torch.cat([row, row.new_zeros(n)]))(x @ w).exp()
 
 
+@pytest.mark.nightly_after(1)
 @pytest.mark.parametrize("function", [_times_a_number, _of_halves, _padded])
 def test_sizes_that_change(function):
     graphed = thunderfx(function, backend="tape", dynamic=True)

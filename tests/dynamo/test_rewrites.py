@@ -132,6 +132,7 @@ def test_what_thunder_cannot_differentiate_of_floats_without_a_gradient(backend,
     assert one_region_each_way(trains_alike(model, lambda: torch.randn(4, 8, device=device), backend))
 
 
+@pytest.mark.nightly_after(3)
 @pytest.mark.parametrize(
     "fn",
     [
@@ -180,6 +181,7 @@ def test_products_of_integers(backend, device):
     assert not explain(graphed).outside and sum(region["replays"] for region in regions(graphed)) > 1
 
 
+@pytest.mark.nightly
 def test_a_scale_that_depends_on_sizes(backend, device):
     """As torchvision's detection resizes images of several sizes."""
 
@@ -375,6 +377,7 @@ def test_stochastic_depth(backend, device):
     assert one_region_each_way(trains_alike(Around(drop).to(device), lambda: torch.randn(8, 8, device=device), backend))
 
 
+@pytest.mark.nightly_after(2)
 @pytest.mark.parametrize(
     "draw",
     [
@@ -563,6 +566,7 @@ class Drops(nn.Module):
         return checkpoint(lambda x: self.drop(self.linear(x)), x, use_reentrant=False)
 
 
+@pytest.mark.nightly_after(2)
 @pytest.mark.parametrize(
     "drop",
     [F.dropout, lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)), lambda x: x * torch.rand_like(x)],
@@ -1702,6 +1706,7 @@ def test_a_slice_is_copied_without_waiting(backend, device):
     assert [part.operator for part in explain(graphed).outside] == ["getitem", "copy_"]
 
 
+@pytest.mark.nightly_after(1)
 @pytest.mark.parametrize(
     "add",
     [

@@ -442,6 +442,7 @@ def test_options_reach_whom_they_are_for(backend, device):
         thunderfx(lambda x: (torch._dynamo.graph_break(), x)[1], backend=backend, fullgraph=True)(torch.ones(1))
 
 
+@pytest.mark.nightly_after(3)
 @pytest.mark.parametrize(
     ("fn", "reason"),
     [
@@ -782,6 +783,7 @@ def _padded(x, n):
     return nn.functional.pad(x, (n, n), "reflect")[..., 1:].sin()
 
 
+@pytest.mark.nightly_after(2)
 @pytest.mark.parametrize(
     ("sized", "number"),
     [
@@ -953,6 +955,7 @@ def test_the_report_gives_each_advice_about_compilations_once():
     assert line.count("if it is a cache that grows") == 1 and "pad to a few sizes" in line
 
 
+@pytest.mark.nightly
 def test_blocks_that_are_compiled_one_by_one(backend, device):
     """They share code, of which Dynamo compiles a few versions: of each block here, whatever others have."""
 

@@ -831,6 +831,7 @@ _AT = torch.tensor([0, 2])
 _TABLE = torch.nn.Embedding(10, 4)
 
 
+@pytest.mark.nightly_after(1)
 @pytest.mark.parametrize(
     ("fn", "advice", "better"),
     [

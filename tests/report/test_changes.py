@@ -65,6 +65,7 @@ def only_change(jitted: Any) -> ChangeReport:
     return found
 
 
+@pytest.mark.nightly
 def test_a_python_number_that_changes(transform, device, warnings):
     x = torch.ones(2, 3, device=device)
     jitted = thunder.jit(Scaled().to(device), transforms=[transform(strict=True)])

@@ -69,6 +69,7 @@ def test_the_graph_of_a_backward(transform: Callable[..., Any], device: str, tmp
     assert (tmp_path / forward).read_text() != (tmp_path / backward).read_text()
 
 
+@pytest.mark.nightly
 def test_the_graph_of_a_step(device: str, backend: str, tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2).to(device)
     step = graphed_step(lambda x: model(x).sum(), modules=[model], backend=backend)

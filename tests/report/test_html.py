@@ -297,6 +297,7 @@ def _measured(page: Any, path: Path, saved: Report | Differences, width: int, sc
     return page.evaluate(_MEASURE)
 
 
+@pytest.mark.nightly
 def test_in_a_browser(page: Any, report: Report, large: Report, tmp_path: Path) -> None:
     (trace,) = _with_crossings(report).traces
     beside = (_collective("dp", 2, 4), _collective("ep", 4, 4))

@@ -224,6 +224,7 @@ def train(step_twins, kind, calls=11):
     return step_twins.train(make, calls, between)
 
 
+@pytest.mark.nightly
 def test_a_trainer_that_counts_and_keeps_things(step_twins):
     step = train(step_twins, Trainer)
     assert step.captures == 3 and step.replays >= 3, explain(step)

@@ -190,6 +190,7 @@ def test_gradients_are_accumulated_over_steps(step_twins):
     assert update.replays >= 3, why(update)
 
 
+@pytest.mark.nightly_after(2)
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("form", ["a flag", "two steps"])
 def test_accumulation_captures_each_kind_of_call_once(step_twins, form, to_none):
@@ -699,6 +700,7 @@ def test_changes_midway(step_twins, change):
     assert step.captures == (1 if change in (evaluate, seed) else 2), why(step)
 
 
+@pytest.mark.nightly
 def test_other_batches_and_back(step_twins):
     def train(step):
         torch.manual_seed(2)
@@ -1840,6 +1842,7 @@ def test_recordings_are_bounded(step_twins):
     assert (len(step.recordings), step.captures) == (2, 4), why(step)
 
 
+@pytest.mark.nightly
 def test_what_was_not_used_for_longest_goes_first(step_twins):
     model = step_twins.compiled(step_twins.model())
     step = step_twins.graphed(usual_step(model), max_recordings=2)
@@ -1848,6 +1851,7 @@ def test_what_was_not_used_for_longest_goes_first(step_twins):
     assert step.captures == 3, why(step)
 
 
+@pytest.mark.nightly
 def test_graphs_that_are_in_use_stay(step_twins):
     """Three sizes take turns. To capture each anew for the next one would cost more than it saves."""
     model = step_twins.compiled(step_twins.model())

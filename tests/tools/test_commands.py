@@ -245,6 +245,7 @@ def test_explain_says_what_a_function_raised_that_was_to_make_a_model(
     assert said.err.endswith("ValueError: no data\n") and not said.out
 
 
+@pytest.mark.nightly
 def test_explain_counts_what_ran_inside_of_a_step_as_the_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -295,6 +296,7 @@ def test_warnings_of_other_packages_are_not_printed(monkeypatch: pytest.MonkeyPa
         assert [str(each.message) for each in said] == expected
 
 
+@pytest.mark.nightly_after(2)
 @pytest.mark.parametrize(
     "command",
     ["", "demo", "bench", "rules", "explain", "doctor"]

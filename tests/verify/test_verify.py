@@ -543,6 +543,7 @@ def test_right_inference_with_state(twins, device, deterministic, verify):
     assert replays(graphed) == 7 and not regions(graphed)[0]["quarantined"]
 
 
+@pytest.mark.nightly_after(1)
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 def test_one_call_in_n_goes_through_thunders_dispatch(twins, device, training):
     plain, graphed = twins(mlp().requires_grad_(training), verify=4)

@@ -22,7 +22,7 @@ LEAST_SEGMENT = 20 * 2**20  # for tensors of less than half of it
 _ROUND_SEGMENT, _ROUND_BLOCK = 2 * 2**20, 512
 
 _LARGEST = (1, 4, 16, 32, 64)  # the first segment has room for tensors up to the peak divided by one of these
-_WORTH = 0.98  # of the memory without a first segment, which is taken if it saves more
+_WORTH = 0.985  # of the memory without a first segment, which is taken if it saves more
 
 Event = tuple[str, int]  # a piece of memory, by name, and the bytes that are allocated; 0 if it is freed
 
