@@ -52,7 +52,13 @@ def test_a_first_segment_has_no_room_for_one_tensor_that_is_much_larger() -> Non
     for name in reversed(names):
         events += [(f"gradient {name}", 5 * MB), (name, 0)]
     assert Segments(740 * MB).play(events).nbytes < 0.97 * Segments().play(events).nbytes  # if nothing else were there
-    assert first_segment(events) <= 440 * MB
+    inside = [
+        each
+        for name, size in events
+        for each in ([("inside", size), (name, size), ("inside", 0)] if size else [(name, 0)])
+    ]
+    assert Segments(740 * MB).play(inside).nbytes > 1.1 * Segments().play(inside).nbytes
+    assert Segments(first_segment(events)).play(inside).nbytes <= Segments().play(inside).nbytes
 
 
 @pytest.mark.parametrize(("large", "expected"), [(2, 10), (3, 0), (6, 18)])
