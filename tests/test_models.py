@@ -195,6 +195,29 @@ def test_fusions_are_not_compiled_in_a_capture_in_inference_mode(twins, backend,
     assert [(r["captures"], r["replays"], r["failure"]) for r in regions(graphed)] == [(1, 4, None)]
 
 
+def test_a_fusion_that_times_kernels_in_a_capture_is_captured_later(twins, device, monkeypatch):
+    """As Inductor does where it compiles anew, which CUDA does not permit."""
+    calls = 0
+
+    def waiting(function, **options):
+        def run(*args):
+            nonlocal calls
+            calls += 1
+            if calls == 4:  # the capture, after two calls of the plain twin and the warm-up
+                raise RuntimeError("operation not permitted when stream is capturing")
+            return function(*args)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", waiting)
+    plain, graphed = twins(mlp().requires_grad_(False), jit=FUSED)
+    for _ in range(STEPS):
+        x = torch.randn(4, 16, device=device)
+        same(plain(x), graphed(x))
+    (region,) = regions(graphed)
+    assert region["captures"] == 1 and region["replays"] == STEPS - 2 and region["failure"] is None
+
+
 def test_two_devices_on_the_host_side(twins, device):
     """Numbers and tensors of the CPU beside tensors of the device."""
 
