@@ -10,12 +10,11 @@ Note [Memory for a pool]
     memory runs out, the allocator frees its cache and tries again, but not while this thread allocates from a private
     pool. So this module frees the cache after a warm-up or a capture has failed, and once more before the next
     capture, because what was in the way may be cached by then. What Inductor allocates to time kernels comes from the
-    pool if the pool has room for it, or has no graph yet, so that it begins anew with the first one.
+    pool if that has room for it, or is large, so that it needs such memory itself, and begins anew with a first graph.
 """
 
 from __future__ import annotations
 
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -38,6 +37,7 @@ from thunder_cg.runtime.early_outputs import EarlyCopier
 from thunder_cg.runtime.tensors import copy_all
 
 EARLY_COPY_BYTES = 32 * 2**20  # results wait until they have so many bytes, and are then copied out together
+_LARGE = 16  # a pool of so many times what timing takes is large
 _broken: list[torch.cuda.CUDAGraph] = []  # kept for good: see CudaPool._recover
 
 
@@ -181,7 +181,7 @@ class CudaPool:
 
     def _has_room_for(self, nbytes: int) -> bool:
         """Whether a free block has room for so many bytes, and for small ones beside them, or a new segment may."""
-        if not self._graphs and nbytes < sys.maxsize:
+        if not self._graphs and _LARGE * nbytes <= self.nbytes():
             return True
         blocks = (block for segment in cuda.pool_segments([self._private_pool.id]) for block in segment["blocks"])
         return any(block["state"] == "inactive" and block["size"] >= nbytes + LEAST_SEGMENT for block in blocks)
