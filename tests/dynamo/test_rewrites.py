@@ -956,6 +956,22 @@ def test_multi_head_attention_to_nothing_on_the_cpu(kind, dropout):
     assert one_region_each_way(graphed)
 
 
+def test_multi_head_attention_with_projections_and_a_boolean_mask(backend, device):
+    """As WavLM calls it, without the module that has made masks of floats before."""
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2], device=device)
+
+    def attend(x):
+        weights = {f"{name}_proj_weight": x[0, :1].t() * x[1, :1] for name in "qkv"}
+        others = {"key_padding_mask": padding, "use_separate_proj_weight": True, **weights}
+        x = x.transpose(0, 1)
+        return F.multi_head_attention_forward(
+            x, x, x, 8, 2, None, None, None, None, False, 0.0, x[0, :1].t() * x[1, :1], None, True, **others
+        )[0]
+
+    graphed = trains_alike(Around(attend).to(device), lambda: torch.randn(2, 5, 8, device=device), backend, 1e-5)
+    assert one_region_each_way(graphed)
+
+
 class Twice(torch.autograd.Function):
     """Its gradients are not those of what it computes."""
 
@@ -1966,6 +1982,22 @@ def test_a_mask_as_index(backend, device):
     for _ in range(3):
         x = torch.randn(4, 8, device=device)
         same(graphed(x), fn(x))
+    (trace,) = explain(graphed).traces
+    assert len(trace.regions) == 1 and not trace.counts["eager"]
+
+
+def test_a_number_at_indices_of_a_tensor(backend, device):
+    def fn(x, last):
+        mask = torch.zeros(x.shape, dtype=torch.long, device=x.device)
+        mask[torch.arange(len(x), device=x.device), last] = 1
+        bias = torch.zeros_like(x)
+        bias[:, last] = -0.5
+        return x * mask.flip(-1).cumsum(-1).flip(-1) + bias
+
+    graphed = thunderfx(fn, backend=backend)
+    for _ in range(3):
+        x, last = torch.randn(4, 8, device=device), torch.randint(8, (4,), device=device)
+        same(graphed(x, last), fn(x, last))
     (trace,) = explain(graphed).traces
     assert len(trace.regions) == 1 and not trace.counts["eager"]
 
