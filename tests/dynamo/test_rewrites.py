@@ -1986,6 +1986,24 @@ def test_a_mask_as_index(backend, device):
     assert len(trace.regions) == 1 and not trace.counts["eager"]
 
 
+def test_all_strides_of_a_tensor_whose_sizes_vary(backend, device):
+    """As Longformer's overlapping chunks have them. Inductor gets the strides, and one that is a number is written."""
+
+    def fn(x):
+        y = x.sin().transpose(0, 1) * 2
+        stride = list(y.stride())
+        columns = torch.arange(end=y.shape[-1], device=x.device)
+        return y.as_strided((3, 2, 6), (stride[0] // 2, *stride[1:])).cos() + columns
+
+    graphed = thunderfx(fn, backend=backend, dynamic=True)
+    for n in (2, 3, 3, 3):
+        x = torch.randn(n, 4, 6, device=device)
+        same(graphed(x), fn(x))
+    report = explain(graphed)
+    assert {part.operator for part in report.outside} == {"stride"} and all(part.line for part in report.outside)
+    assert {len(trace.regions) for trace in report.traces if trace.calls} == {1}
+
+
 def test_a_number_at_indices_of_a_tensor(backend, device):
     def fn(x, last):
         mask = torch.zeros(x.shape, dtype=torch.long, device=x.device)

@@ -101,15 +101,20 @@ def _after(node: Node, placeholders: Sequence[Node]) -> Node:
 
 
 def is_size(node: Node) -> bool:
-    return node.op.startswith("call") and isinstance(example(node), torch.Size)
+    """Whether it has all sizes of a tensor, or all its strides."""
+    is_stride = node.target == "stride" and isinstance(example(node), tuple)
+    return node.op.startswith("call") and (is_stride or isinstance(example(node), torch.Size))
 
 
 def write_out(size: Node) -> None:
     """``x.view(y.size())`` is ``x.view((y.size(0), 4))``: of a size, Thunder's splitter takes only numbers."""
     numbers: Any = size.args[0] if size.target is torch.Size and len(size.args) == 1 else None
-    if size.target == "size" and len(size.args) == 1:
+    if size.target in ("size", "stride") and len(size.args) == 1:
+        method = str(size.target)
         with size.graph.inserting_after(size):
-            numbers = [size_at(size.args[0], i, number) for i, number in enumerate(example(size))]
+            numbers = [size_at(size.args[0], i, number, method) for i, number in enumerate(example(size))]
+        for number in (each for each in numbers if isinstance(each, Node)):
+            number.meta = {**size.meta, **number.meta}
     if not isinstance(numbers, (list, tuple)) or any(user.op == "output" for user in size.users):
         return
     for user in [*size.users]:
@@ -118,10 +123,10 @@ def write_out(size: Node) -> None:
     replace(size, (*numbers,))
 
 
-def size_at(tensor: Any, i: int, number: int | torch.SymInt) -> Any:
+def size_at(tensor: Any, i: int, number: int | torch.SymInt, method: str = "size") -> Any:
     if isinstance(number, int):
         return number
-    node = tensor.graph.call_method("size", (tensor, i))
+    node = tensor.graph.call_method(method, (tensor, i))
     node.meta["example_value"] = number
     return node
 
