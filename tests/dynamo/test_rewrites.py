@@ -212,6 +212,20 @@ def test_tensors_of_numbers(backend, device):
     assert not explain(graphed).traces[0].counts["eager"]  # a copy of numbers from the host would be
 
 
+def test_tensors_of_numbers_by_their_types():
+    """As VITS has them."""
+
+    def fn(x):
+        return (x * torch.FloatTensor([0.5, 0.25]) + torch.IntTensor([3])).sin() * torch.LongTensor([[1], [0]])
+
+    graphed = thunderfx(fn, backend="tape")
+    for _ in range(3):
+        x = torch.randn(2, 2)
+        same(graphed(x), fn(x))
+    assert not explain(graphed).outside and [r["replays"] for r in regions(graphed)] == [2]
+    assert not explain(graphed).traces[0].counts["eager"]
+
+
 def test_shapes_that_dynamo_knows(backend, device):
     """Dynamo leaves a call without users in the graph. The distributions of PyTorch have it."""
 

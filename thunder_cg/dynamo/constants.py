@@ -35,6 +35,9 @@ _ARITHMETIC |= {operator.add, operator.floordiv, operator.mul, operator.sub, ope
 _TAKE_SIZES = frozenset(["as_strided", "expand", "new_empty", "new_ones", "new_zeros", "repeat", "reshape", "view"])
 
 
+LEGACY = (torch.BoolTensor, torch.DoubleTensor, torch.FloatTensor, torch.IntTensor, torch.LongTensor)
+
+
 def _truncated(number: Any) -> Any:
     return math.floor(number) if number >= 0 else math.ceil(number)
 
@@ -138,6 +141,14 @@ def make_tensor(node: Node) -> None:
         _make_of_numbers(node)
     elif node.target is torch.as_tensor and isinstance(example(source), torch.Tensor) and not is_of_array(node):
         call_instead(node, torch.Tensor.to, source, result.device, result.dtype)
+
+
+def name_legacy_constructor(node: Node) -> None:
+    """``torch.IntTensor([2])`` is ``torch.tensor([2], dtype=torch.int32)``."""
+    numbers, result = node.args[0] if len(node.args) == 1 else None, example(node)
+    if isinstance(numbers, list) and not node.all_input_nodes and not node.kwargs:
+        call_instead(node, torch.tensor, numbers, dtype=result.dtype, device=result.device)
+        _make_of_numbers(node)
 
 
 def _make_of_numbers(node: Node) -> None:
