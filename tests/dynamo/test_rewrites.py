@@ -212,6 +212,20 @@ def test_tensors_of_numbers(backend, device):
     assert not explain(graphed).traces[0].counts["eager"]  # a copy of numbers from the host would be
 
 
+def test_tensors_of_numbers_by_their_types():
+    """As VITS has them."""
+
+    def fn(x):
+        return (x * torch.FloatTensor([0.5, 0.25]) + torch.IntTensor([3])).sin() * torch.LongTensor([[1], [0]])
+
+    graphed = thunderfx(fn, backend="tape")
+    for _ in range(3):
+        x = torch.randn(2, 2)
+        same(graphed(x), fn(x))
+    assert not explain(graphed).outside and [r["replays"] for r in regions(graphed)] == [2]
+    assert not explain(graphed).traces[0].counts["eager"]
+
+
 def test_shapes_that_dynamo_knows(backend, device):
     """Dynamo leaves a call without users in the graph. The distributions of PyTorch have it."""
 
@@ -953,6 +967,22 @@ def test_multi_head_attention_to_nothing_on_the_cpu(kind, dropout):
         return model.attention(x, x, x, masks[1], attn_mask=masks[0], need_weights=False)[0]
 
     graphed = trains_alike(Around(attend), lambda: torch.randn(2, 5, 8), "tape", 1e-5)
+    assert one_region_each_way(graphed)
+
+
+def test_multi_head_attention_with_projections_and_a_boolean_mask(backend, device):
+    """As WavLM calls it, without the module that has made masks of floats before."""
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2], device=device)
+
+    def attend(x):
+        weights = {f"{name}_proj_weight": x[0, :1].t() * x[1, :1] for name in "qkv"}
+        others = {"key_padding_mask": padding, "use_separate_proj_weight": True, **weights}
+        x = x.transpose(0, 1)
+        return F.multi_head_attention_forward(
+            x, x, x, 8, 2, None, None, None, None, False, 0.0, x[0, :1].t() * x[1, :1], None, True, **others
+        )[0]
+
+    graphed = trains_alike(Around(attend).to(device), lambda: torch.randn(2, 5, 8, device=device), backend, 1e-5)
     assert one_region_each_way(graphed)
 
 
@@ -1966,6 +1996,40 @@ def test_a_mask_as_index(backend, device):
     for _ in range(3):
         x = torch.randn(4, 8, device=device)
         same(graphed(x), fn(x))
+    (trace,) = explain(graphed).traces
+    assert len(trace.regions) == 1 and not trace.counts["eager"]
+
+
+def test_all_strides_of_a_tensor_whose_sizes_vary(backend, device):
+    """As Longformer's overlapping chunks have them. Inductor gets the strides, and one that is a number is written."""
+
+    def fn(x):
+        y = x.sin().transpose(0, 1) * 2
+        stride = list(y.stride())
+        columns = torch.arange(end=y.shape[-1], device=x.device)
+        return y.as_strided((3, 2, 6), (stride[0] // 2, *stride[1:])).cos() + columns
+
+    graphed = thunderfx(fn, backend=backend, dynamic=True)
+    for n in (2, 3, 3, 3):
+        x = torch.randn(n, 4, 6, device=device)
+        same(graphed(x), fn(x))
+    report = explain(graphed)
+    assert {part.operator for part in report.outside} == {"stride"} and all(part.line for part in report.outside)
+    assert {len(trace.regions) for trace in report.traces if trace.calls} == {1}
+
+
+def test_a_number_at_indices_of_a_tensor(backend, device):
+    def fn(x, last):
+        mask = torch.zeros(x.shape, dtype=torch.long, device=x.device)
+        mask[torch.arange(len(x), device=x.device), last] = 1
+        bias = torch.zeros_like(x)
+        bias[:, last] = -0.5
+        return x * mask.flip(-1).cumsum(-1).flip(-1) + bias
+
+    graphed = thunderfx(fn, backend=backend)
+    for _ in range(3):
+        x, last = torch.randn(4, 8, device=device), torch.randint(8, (4,), device=device)
+        same(graphed(x, last), fn(x, last))
     (trace,) = explain(graphed).traces
     assert len(trace.regions) == 1 and not trace.counts["eager"]
 

@@ -45,6 +45,8 @@ def name_as_thunder_does(node: Node) -> None:
         node.args = (node.args[0], str(node.args[1]).replace("H", "T"))
     elif node.target is getattr and node.args[1] in ("imag", "real"):
         call_instead(node, getattr(torch, str(node.args[1])), node.args[0])
+    elif node.target is torch.arange and not node.args and "end" in node.kwargs:
+        node.kwargs = {"start": 0, **node.kwargs}
     elif operator_name(node) == "nan_to_num" and len(node.args) == 1 and "out" not in node.kwargs:
         node.args = (*node.args, *map(node.kwargs.get, ("nan", "posinf", "neginf")))
         node.kwargs = {}

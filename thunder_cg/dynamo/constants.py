@@ -35,6 +35,9 @@ _ARITHMETIC |= {operator.add, operator.floordiv, operator.mul, operator.sub, ope
 _TAKE_SIZES = frozenset(["as_strided", "expand", "new_empty", "new_ones", "new_zeros", "repeat", "reshape", "view"])
 
 
+LEGACY = (torch.BoolTensor, torch.DoubleTensor, torch.FloatTensor, torch.IntTensor, torch.LongTensor)
+
+
 def _truncated(number: Any) -> Any:
     return math.floor(number) if number >= 0 else math.ceil(number)
 
@@ -101,15 +104,20 @@ def _after(node: Node, placeholders: Sequence[Node]) -> Node:
 
 
 def is_size(node: Node) -> bool:
-    return node.op.startswith("call") and isinstance(example(node), torch.Size)
+    """Whether it has all sizes of a tensor, or all its strides."""
+    is_stride = node.target == "stride" and isinstance(example(node), tuple)
+    return node.op.startswith("call") and (is_stride or isinstance(example(node), torch.Size))
 
 
 def write_out(size: Node) -> None:
     """``x.view(y.size())`` is ``x.view((y.size(0), 4))``: of a size, Thunder's splitter takes only numbers."""
     numbers: Any = size.args[0] if size.target is torch.Size and len(size.args) == 1 else None
-    if size.target == "size" and len(size.args) == 1:
+    if size.target in ("size", "stride") and len(size.args) == 1:
+        method = str(size.target)
         with size.graph.inserting_after(size):
-            numbers = [size_at(size.args[0], i, number) for i, number in enumerate(example(size))]
+            numbers = [size_at(size.args[0], i, number, method) for i, number in enumerate(example(size))]
+        for number in (each for each in numbers if isinstance(each, Node)):
+            number.meta = {**size.meta, **number.meta}
     if not isinstance(numbers, (list, tuple)) or any(user.op == "output" for user in size.users):
         return
     for user in [*size.users]:
@@ -118,10 +126,10 @@ def write_out(size: Node) -> None:
     replace(size, (*numbers,))
 
 
-def size_at(tensor: Any, i: int, number: int | torch.SymInt) -> Any:
+def size_at(tensor: Any, i: int, number: int | torch.SymInt, method: str = "size") -> Any:
     if isinstance(number, int):
         return number
-    node = tensor.graph.call_method("size", (tensor, i))
+    node = tensor.graph.call_method(method, (tensor, i))
     node.meta["example_value"] = number
     return node
 
@@ -133,6 +141,14 @@ def make_tensor(node: Node) -> None:
         _make_of_numbers(node)
     elif node.target is torch.as_tensor and isinstance(example(source), torch.Tensor) and not is_of_array(node):
         call_instead(node, torch.Tensor.to, source, result.device, result.dtype)
+
+
+def name_legacy_constructor(node: Node) -> None:
+    """``torch.IntTensor([2])`` is ``torch.tensor([2], dtype=torch.int32)``."""
+    numbers, result = node.args[0] if len(node.args) == 1 else None, example(node)
+    if isinstance(numbers, list) and not node.all_input_nodes and not node.kwargs:
+        call_instead(node, torch.tensor, numbers, dtype=result.dtype, device=result.device)
+        _make_of_numbers(node)
 
 
 def _make_of_numbers(node: Node) -> None:

@@ -37,6 +37,7 @@ def write_as_thunder_does(graph: Graph, nodes: Sequence[Node], options: dict[str
     for node in nodes:
         _copy_to_out(node)
         _fill_masked(node)
+        _store_tensor(node)
     for node in reversed(nodes):
         _reshape_out_of_place(node)
     for node in nodes:
@@ -71,6 +72,20 @@ def _fill_masked(node: Node) -> None:
     if is_masked and type(node.args[2]) in (int, float) and tensor.is_floating_point() and not requires_grad(tensor):
         call_instead(node, torch.Tensor.masked_fill_, *node.args)
         node.meta["example_value"] = tensor
+
+
+def _store_tensor(node: Node) -> None:
+    """``y[index] = 1`` is ``y[index] = torch.full((), 1)``: PyTorch copies the number to the device in each call."""
+    if node.target is not operator.setitem or requires_grad(tensor := example(node.args[0])):
+        return
+    index, number = node.args[1:]
+    indices = [example(part) for part in (index if isinstance(index, tuple) else (index,))]
+    tensors = [part for part in indices if isinstance(part, torch.Tensor)]
+    holds_indices = bool(tensors) and all(each.dtype in (torch.int32, torch.int64) for each in tensors)
+    if holds_indices and _fits(number, tensor):
+        kwargs = {"dtype": tensor.dtype, "device": tensor.device}
+        fresh = call_before(node, torch.full, ((), number), kwargs, result=tensor.new_empty(()))
+        node.args = (node.args[0], index, fresh)
 
 
 _INVERSES: dict[Any, Any] = {

@@ -274,11 +274,19 @@ def multi_head_attention(*, output_only: bool = False) -> Callable[..., Any]:
     Thunder knows the original and calls it as it is, so this is a copy of it.
     """
     original = F.multi_head_attention_forward
-    names = {**original.__globals__, "scaled_dot_product_attention": _attention}
+    own = {"scaled_dot_product_attention": _attention, "_canonical_mask": _float_mask}
+    names = {**original.__globals__, **own}
     copy = types.FunctionType(original.__code__, names, original.__name__, original.__defaults__)
     copy.__kwdefaults__ = original.__kwdefaults__
     traced = (lambda *args, **kwargs: copy(*args, **kwargs)[0]) if output_only else copy
     return for_splitter(traced, "multi_head_attention_forward")
+
+
+def _float_mask(mask: torch.Tensor | None, *_: Any, target_type: torch.dtype, **__: Any) -> torch.Tensor | None:
+    """A mask to be added. PyTorch asks for its dtype, which Thunder has another object for."""
+    if mask is None or mask.is_floating_point():
+        return mask
+    return torch.zeros_like(mask, dtype=target_type).masked_fill(mask, -torch.inf)
 
 
 def _overwrite(tensor: torch.Tensor, values: torch.Tensor, is_data: bool) -> torch.Tensor:

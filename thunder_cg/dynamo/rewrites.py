@@ -42,6 +42,7 @@ _CALLS: dict[Any, Callable[[Node], None]] = {
     **dict.fromkeys(LIKE, make_as_laid_out),
     **dict.fromkeys(constants.OF_NUMBERS, constants.name_function_of_numbers),
     **dict.fromkeys((torch.as_tensor, torch.tensor), constants.make_tensor),
+    **dict.fromkeys(constants.LEGACY, constants.name_legacy_constructor),
     **dict.fromkeys(("norm", torch.norm), calls.name_vector_norm),
     math.prod: calls.multiply_one_by_one,
     operator.getitem: constants.write_index,
