@@ -443,6 +443,21 @@ def test_advice_for_a_loop_that_dynamo_does_not_trace():
     assert found.fix.startswith("do what this line does outside of the compiled function")
 
 
+def test_advice_for_a_context_manager():
+    """As the CTC loss of models of Transformers has it, which runs without cuDNN."""
+
+    def fn(x):
+        y = x.sin() * 2
+        with torch.backends.cudnn.flags(enabled=False):
+            return y.cos() * 3
+
+    compiled = thunderfx(fn, backend="tape")
+    compiled(torch.ones(3))
+    breaks = explain(compiled).breaks
+    assert breaks and all(each.fix.startswith("enter it around the call") for each in breaks)
+    assert all("context manager" in each.reason for each in breaks)
+
+
 @pytest.mark.nightly
 def test_advice_for_a_gradient_of_an_input_and_for_a_lock():
     """As models of speech of Transformers have the former, and its models that return hidden states the latter."""

@@ -28,7 +28,8 @@ _DEEPCOPY = (
     "copy before the call; a model of Transformers copies its configuration to make a cache: pass use_cache=False, or "
     "a cache that is made before the call"
 )
-_CONTEXT = (
+_CONTEXT = "enter it around the call of the compiled function, or do what is done in it outside of the function"
+_LOCK = (
     "do what is done in it outside of the compiled function; a model of Transformers has a lock around what it does "
     "once for output_hidden_states=True or output_attentions=True: call it so once before it is compiled"
 )
@@ -78,7 +79,9 @@ _KNOWN = (
     ("logging.Logger method", True, "", _LOGGER),
     ("`torch.nn.Parameter()` constructor", True, "new parameters, which Dynamo does not trace", _PARAMETER),
     ("setattr() on Tensor.requires_grad", True, "", _REQUIRES_GRAD),
+    ("enter a `lock` context manager", False, "", _LOCK),
     ("Unsupported context manager", True, "", _CONTEXT),
+    ("type: _GeneratorContextManager;", False, "a context manager, which Dynamo does not trace", _CONTEXT),
     ("of class `Work`", False, "", _ASYNC),
     ("UnspecializedPythonVariable", False, "a branch on a random number of Python's", DRAWN),
 )
