@@ -138,3 +138,21 @@ def test_an_inference_tensor_is_written_in_inference_mode_only(twins, device, co
                         compiled(x, cache)
         same(*caches)
     assert not any(compiled_inside)
+
+
+def test_a_verification_compiles_no_fusion_once_more(twins, device, compiled_inside):
+    """It gets a normal tensor in inference mode where the warm-up did, in copies of what is written, too."""
+
+    def fn(x, cache):
+        cache.add_(torch.tanh(x).sin())
+        return cache.cos() * 2
+
+    plain, graphed = twins(fn, jit=FUSED, verify=1)
+    caches = torch.zeros(2, 4, 16, device=device).unbind()
+    with torch.inference_mode():
+        for _ in range(4):
+            x = torch.randn(4, 16, device=device)
+            same(plain(x, caches[0]), graphed(x, caches[1]))
+            same(*caches)
+    assert compiled_inside == [False, False]
+    assert all(r["captures"] and not r["failure"] for r in regions(graphed))
