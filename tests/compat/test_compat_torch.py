@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict, namedtuple
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -187,6 +188,14 @@ def test_settings_change_with_the_public_switches(group, switch) -> None:
     finally:
         switch(not on)
     assert (read(), read_others()) == before and hash((*before[0], *before[1]))
+
+
+def test_all_that_torch_compile_guards_is_a_setting() -> None:
+    """Thunder's traces fix the grad mode and autocast. What else it guards is in ``Settings.GUARDED``."""
+    known = {"grad_mode", "autocast_state", "deterministic_algorithms", "deterministic_algorithms_warn_only"}
+    known |= {"allow_tf32", "allow_fp16_reduce", "allow_bf16_reduce", "num_threads", "default_dtype"}
+    known |= {"torch_function", "torch_function_all_disabled"}
+    assert set(json.loads(torch._C._dynamo.guards.GlobalStateGuard().__getstate__())) <= known
 
 
 def test_names_of_operators_of_libraries() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
+from torch.utils import _device
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes as disable_dispatch_modes
 
@@ -54,7 +55,7 @@ def default_device_is_set() -> bool:
 
 
 class Settings(enum.Flag):
-    """Groups of the process-wide settings by which PyTorch chooses a GPU's kernels."""
+    """Groups of settings, most of which are the process's: PyTorch chooses a GPU's kernels by them."""
 
     NONE = 0  # only those that any kernel may depend on
     MATMUL = enum.auto()
@@ -62,6 +63,8 @@ class Settings(enum.Flag):
     CUDNN = enum.auto()
     LINALG = enum.auto()
     ALL = MATMUL | ATTENTION | CUDNN | LINALG
+    COMPILED = enum.auto()  # on which no kernel depends, but what torch.compile guards
+    GUARDED = MATMUL | COMPILED  # all that torch.compile guards besides tensors
 
 
 _c: Any = torch._C
@@ -97,6 +100,14 @@ _SETTINGS: Mapping[Settings, dict[str, Callable[[], Any]]] = {
     },
     Settings.LINALG: {
         "torch.backends.cuda.preferred_linalg_library()": lambda: int(_c._get_linalg_preferred_backend())
+    },
+    Settings.COMPILED: {
+        "torch.set_default_dtype()": torch.get_default_dtype,
+        "torch.set_default_device()": lambda: (str(_device.CURRENT_DEVICE), function_mode_count()),
+        "torch.set_num_threads()": torch.get_num_threads,
+        "cache_enabled of torch.autocast()": torch.is_autocast_cache_enabled,
+        "__torch_function__": lambda: (_c._is_torch_function_enabled(), _c._is_torch_function_all_disabled()),
+        "dispatch keys": lambda: f"{_c._dispatch_tls_local_include_set()} {_c._dispatch_tls_local_exclude_set()}",
     },
 }
 if hasattr(_c, "_get_fa3_sdp_enabled"):  # torch 2.11

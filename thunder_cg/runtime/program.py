@@ -349,7 +349,6 @@ class Program:
         if recording.backwards and not recording.keeps_saved:  # what the forward saved may have been reused
             self.pair.backward_varies = True
             self.pair.drop(recording, "its backward gets gradients that are laid out in another way")
-            self._note_warm(self.inputs.key(inputs))
             self._count_moves(recording.backwards, inputs)
             problem = "the backward's inputs are not laid out as when it was captured, so both are captured anew"
             return call.run_eagerly(SkipReason(problem), strict=False)

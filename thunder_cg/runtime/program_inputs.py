@@ -17,8 +17,8 @@ from thunder_cg.compat.tensors import has_storage, is_zero_tensor
 from thunder_cg.errors import SkipReason
 from thunder_cg.runtime.guards import OverlapGuard
 from thunder_cg.runtime.region import RuntimeRegion
-from thunder_cg.runtime.skip_reasons import WRITTEN_LEAF
-from thunder_cg.runtime.tensors import Layout, is_leaf_with_grad, is_plain, layout
+from thunder_cg.runtime.skip_reasons import WRITTEN_LEAF, WRITTEN_OUTSIDE
+from thunder_cg.runtime.tensors import Layout, is_leaf_with_grad, is_plain, layout, refuses_writes, same_tensors
 
 _MAX_MOVES = 3  # how often a parameter may move before it is copied like any other input
 _MAX_CAPTURES_FOR_MOVES = 6  # past it, a parameter is copied once it has moved: not all move in the same step
@@ -51,7 +51,8 @@ class ProgramInputs:
         self.not_leaves = frozenset(name for name, memory in aliasing.sets.items() if memory in with_grad)
         # By which kernels of the regions may be chosen.
         self.settings = reduce(or_, (op.settings for region in regions for op in region.ops), Settings.NONE)
-        self._read_settings = kernel_settings(self.settings)
+        self._keyed_settings = self.settings | Settings.GUARDED  # a fusion is not to be compiled anew in a capture
+        self._read_settings = kernel_settings(self._keyed_settings)
 
     def __contains__(self, name: str) -> bool:
         return name in self._position
@@ -62,8 +63,9 @@ class ProgramInputs:
         return position is not None and self._static[position]
 
     def key(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """What two calls have in common if one may be the warm-up of the other: layouts, and settings of kernels."""
-        return ((*self._read_settings(),), tuple(layout(tensors[i]) for i in self._keyed))
+        """What two calls have in common if one may be the warm-up of the other: settings, layouts, equal tensors."""
+        keyed = [tensors[i] for i in self._keyed]
+        return (*self._read_settings(),), tuple(map(layout, keyed)), (*same_tensors(keyed).items(),)
 
     def layouts(self, key: Any) -> Mapping[str, Layout]:
         """The layouts in a key, by name."""
@@ -71,7 +73,7 @@ class ProgramInputs:
 
     def settings_in(self, key: Any) -> Mapping[str, Any]:
         """The settings in a key, by name."""
-        return dict(zip(names_of_settings(self.settings), key[0]))
+        return dict(zip(names_of_settings(self._keyed_settings), key[0]))
 
     def unsupported(self, tensors: Sequence[Any]) -> SkipReason | None:
         """Why no graph can ever be right for these inputs."""
@@ -88,8 +90,11 @@ class ProgramInputs:
                 names = ", ".join(self._describe(self.names[i]) for i in sorted(self.written)[:3])
                 problem = f"{names}, written in place, shares memory with another"
                 return SkipReason(problem, "pass separate tensors")
-            if any(is_leaf_with_grad(tensors[i]) for i in self.written if self.names[i] in self.not_leaves):
+            leaves = (i for i in self.written if self.names[i] in self.not_leaves)
+            if any(is_leaf_with_grad(tensors[i]) for i in leaves):
                 return WRITTEN_LEAF
+            if any(refuses_writes(tensors[i]) for i in self.written):
+                return WRITTEN_OUTSIDE
         return None
 
 

@@ -29,7 +29,15 @@ from thunder_cg.runtime.lent import Lent
 from thunder_cg.runtime.outputs import AliasedInput, Outputs
 from thunder_cg.runtime.recording import RegionGraph
 from thunder_cg.runtime.region_capture import RegionCapture
-from thunder_cg.runtime.tensors import address_if_any, is_leaf_with_grad, is_plain
+from thunder_cg.runtime.tensors import (
+    address_if_any,
+    is_leaf_with_grad,
+    is_plain,
+    is_sparse,
+    layout,
+    refuses_writes,
+    same_tensors,
+)
 
 if TYPE_CHECKING:
     from thunder_cg.verify.verifier import Disagreement
@@ -82,6 +90,8 @@ class RuntimeRegion:
         self.failed_attempts = 0  # warm-ups and captures that failed
         self.stays_eager = False  # whether no later call warms it up or captures it
         self.lacks_ranks = False  # whether that is because another rank did something else, which may pass
+        self._warm: set[int] = set()  # `_layouts` of its warm-ups
+        self._warmed_late = 0  # captures in which it was warmed up instead
         self.disagreement: Disagreement | None = None  # of its graph with its ops: it is quarantined
         self.remark: str | None = None  # what verification found besides
 
@@ -140,6 +150,8 @@ class RuntimeRegion:
                     assert call.recording is not None
                     problem = f"{self.name}: what an eager operator made is not laid out as when it was captured"
                     call.run_eagerly(SkipReason(problem), strict=not call.program.pair.retire(call.recording))
+        elif any(refuses_writes(args[i]) for i in self.written):
+            call.run_eagerly(skip_reasons.WRITTEN_OUTSIDE, strict=False)  # which raises, as below
         elif any(is_leaf_with_grad(args[i]) for i in self.not_leaves):
             # Which raises, where a detached leaf would be written.
             call.run_eagerly(skip_reasons.WRITTEN_LEAF, strict=False)
@@ -260,6 +272,7 @@ class RuntimeRegion:
             return run(inputs, copier)
 
         run = self.keeping_results if self.lends(call) else self.function
+        layouts = self._layouts(args)
         may_rerun = not (self.written or self.communicates) and self.io.alive.issuperset(call.owned)
         while True:
             try:
@@ -277,7 +290,14 @@ class RuntimeRegion:
                     raise
                 may_rerun = False
         self.stats.eager_runs += 1
+        self._warm.add(layouts)
         return self._deliver(call, args, in_pool, aliased, produced)
+
+    def _layouts(self, args: Sequence[Any]) -> int:
+        """A hash of what its ops see of their inputs. Not all of it follows from the inputs of the program."""
+        inputs = args[: len(self.input_names)]
+        seen = [(layout(t), t is not None and t.requires_grad) for t in inputs if is_plain(t) and not is_sparse(t)]
+        return hash((*seen, *same_tensors(inputs).items()))
 
     def _deliver(
         self,
@@ -367,6 +387,9 @@ class RuntimeRegion:
         in_pool, before = self.in_pool(call, args), (self.failure, self.failed_attempts, self.stays_eager)
         try:
             self._agree(call, "before")
+            if self._layouts(args) not in self._warm and self._warmed_late < call.program.options.max_recordings:
+                self._warmed_late += 1
+                raise _Cold("what an eager operator made is not laid out as in a warm-up")
             with call.program.progress(call, "capturing", "captured", self):
                 began = time.perf_counter()
                 results = self._record(call, args)
@@ -375,6 +398,10 @@ class RuntimeRegion:
         except _Executed as error:
             call.program.count_raised(is_counted=True)
             raise error.__cause__ from None  # type: ignore[misc]
+        except _Cold as error:
+            self._refuse(call, "after", str(error))
+            recording.incomplete = True
+            return self._run_instead(call, args, in_pool)
         except Exception as error:
             self._refuse(call, "after", self._fail(call, error))
         self._raise_if_strict(call)
@@ -480,6 +507,10 @@ class RuntimeRegion:
 
 class _Executed(Exception):
     """A graph failed after it may have run: running its ops again could do their effects twice."""
+
+
+class _Cold(Exception):
+    """A region is to be captured for inputs that it was not warmed up for, so that a fusion would be compiled."""
 
 
 class _NotRun(Exception):

@@ -105,15 +105,13 @@ class RegionCapture:
         graph.fixed = [self._pool.alias(p) if i in graph.outputs.fixed else None for i, p in enumerate(produced)]
 
     def _passed_twice(self) -> dict[int, int]:
-        """Inputs that are the same tensor as another one, and that one, where a guard checks that they stay so."""
-        names = self._region.input_names
-        first: dict[tuple[int, bool], int] = {}
+        """Inputs that are the same tensor as another one, and that one. A guard checks that they stay so."""
+        first: dict[int, int] = {}
         found: dict[int, int] = {}
         apart = self.in_pool | self._region.written
         read = [i for i, each in enumerate(self.inputs) if each is not None and i not in apart]
         for i in sorted(read, key=lambda i: i not in self.static):  # what is static comes first
-            key = id(self.inputs[i]), names[i] in self._call.program.inputs  # which guard
-            if (other := first.setdefault(key, i)) != i and i not in self.static:
+            if (other := first.setdefault(id(self.inputs[i]), i)) != i and i not in self.static:
                 found[i] = other
         return found
 
@@ -124,7 +122,8 @@ class RegionCapture:
         late = [i for i in apart if names[i] not in self._call.program.inputs]
         if not late:
             return (), None
-        late = apart if written else late
+        known = {id(self.inputs[i]) for i in apart if i not in late}
+        late = apart if written or any(id(self.inputs[i]) in known for i in late) else late
         position = {i: p for p, i in enumerate(late)}
         guard = Guard(
             [self.inputs[i] for i in late],

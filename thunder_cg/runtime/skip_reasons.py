@@ -42,6 +42,10 @@ TRACED = SkipReason(
 WRITTEN_LEAF = SkipReason(
     "an input that is written in place is a leaf that requires grad, which PyTorch does not allow"
 )
+WRITTEN_OUTSIDE = SkipReason(
+    "an input that is written in place is an inference tensor, which PyTorch allows in torch.inference_mode only",
+    "make it outside of torch.inference_mode, or call the function inside",
+)
 IN_CAPTURE = SkipReason("inside another capture")
 IN_STEP = SkipReason("inside a graphed step, whose own graph is to hold it")
 TIMED = SkipReason('select="measured" times the ops without graphs')

@@ -50,6 +50,11 @@ def is_leaf_with_grad(tensor: torch.Tensor | None) -> bool:
     return tensor is not None and tensor.is_leaf and tensor.requires_grad
 
 
+def refuses_writes(tensor: torch.Tensor | None) -> bool:
+    """Whether it is an inference tensor, outside of inference mode, where PyTorch does not allow to write to it."""
+    return tensor is not None and tensor.is_inference() and not torch.is_inference_mode_enabled()
+
+
 def same_tensors(tensors: Sequence[Any]) -> dict[int, int]:
     """Positions of those that are the same object as an earlier one, and its position."""
     ids = [*map(id, tensors)]

@@ -285,9 +285,10 @@ def _moved(arg: Any, memory: dict[int, torch.UntypedStorage]) -> Any:
     storage = memory.get(address(arg))
     if storage is None:
         return arg.detach().requires_grad_(arg.requires_grad)
-    moved = torch.empty(0, dtype=arg.dtype, device=arg.device)
-    moved.set_(storage, arg.storage_offset(), arg.size(), arg.stride())
-    return read_as(moved, conj=arg.is_conj(), neg=arg.is_neg())
+    with torch.inference_mode(arg.is_inference()):  # else torch.compile would compile a fusion for it once more
+        moved = torch.empty(0, dtype=arg.dtype, device=arg.device)
+        moved.set_(storage, arg.storage_offset(), arg.size(), arg.stride())
+        return read_as(moved, conj=arg.is_conj(), neg=arg.is_neg())
 
 
 class _Keep(TorchDispatchMode):
