@@ -251,12 +251,19 @@ def test_a_graph_break_has_its_line_and_the_change_once(lines: Any) -> None:
         print("halfway", tuple(x.shape))
         return torch.cos(x) + 1
 
-    compiled_fn = thunderfx(prints, backend="tape")
-    for size in (2, 2, 3, 4):
-        compiled_fn(torch.ones(size))
-    (said,) = (text for level, text in lines() if level == "WARNING")
+    def calls_prints(x: torch.Tensor) -> torch.Tensor:
+        return prints(x * 3) - 1  # Dynamo ends a graph here, too
+
     line = prints.__code__.co_firstlineno + 2
-    assert f"graph 0: graph break at test_logging.py:{line}: print(); print after the call, or" in said
+    called = f", called from test_logging.py:{line + 4}"
+    for function, callers in ((prints, ""), (calls_prints, called)):
+        torch._dynamo.reset()
+        compiled_fn = thunderfx(function, backend="tape")
+        for size in (2, 2, 3, 4):
+            compiled_fn(torch.ones(size))
+        (said,) = (text for level, text in lines() if level == "WARNING")
+        assert f"graph 0: graph break at test_logging.py:{line}{callers}: print(); print after the call, or" in said
+        assert str(explain(compiled_fn)).count(": print()\n") == 1
 
 
 @pytest.mark.parametrize("is_first", [True, False])

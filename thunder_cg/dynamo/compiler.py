@@ -41,7 +41,7 @@ from thunder_cg.dynamo.writes import makes_only_views, order_counts
 from thunder_cg.errors import CaptureError, CudagraphError, OptionError, SkipReason, TransformConflictError
 from thunder_cg.options import taken_from
 from thunder_cg.progress import Stage
-from thunder_cg.report.breaks import graph_breaks
+from thunder_cg.report.breaks import graph_breaks, is_same
 from thunder_cg.report.programs import graph_name, jitted_parts, outside_of, part_name, refuse_compiled
 from thunder_cg.runtime.compilation import NAMES, name_of, with_advice
 from thunder_cg.transform import cudagraph_transform
@@ -223,7 +223,7 @@ class _SeesPlainPython:
 
     def __init__(self, backend: Compiler, is_strict: bool) -> None:
         self._backend, self._is_strict, self._is_done, self._calls, self._ran = backend, is_strict, False, 0, 0
-        self._breaks, self._graphs = set[str](), 0
+        self._breaks, self._graphs = set[tuple[str | None, str]](), 0
 
     def __call__(self) -> None:
         if len(self._backend.subgraph_infos) > self._graphs:
@@ -248,8 +248,8 @@ class _SeesPlainPython:
         graphs = self._backend.subgraph_infos
         for number in range(self._graphs, len(graphs)):
             for each in graph_breaks(graph_name(self._backend.function, number), graphs[number]):
-                said = f"graph break at {each.line or 'a line unknown to Dynamo'}: {each.reason}; {each.fix}"
-                if said not in self._breaks:
-                    self._breaks.add(said)
-                    _logger.warning("%s: %s", each.function, said)
+                if not any(each.reason == reason and is_same(each.line, line) for line, reason in self._breaks):
+                    self._breaks.add((each.line, each.reason))
+                    line = each.line or "a line unknown to Dynamo"
+                    _logger.warning("%s: graph break at %s: %s; %s", each.function, line, each.reason, each.fix)
         self._graphs = len(graphs)

@@ -113,6 +113,13 @@ class GraphBreak:
     part: str = ""
 
 
+def is_same(line: str | None, other: str | None) -> bool:
+    """Whether a graph break at ``line`` is at ``other`` too, seen from fewer callers: where a function breaks, so does
+    what calls it.
+    """
+    return f"{other}, ".startswith(f"{line}, ")
+
+
 def recompilations(backend: Any) -> Iterator[Recompilation]:
     """What Dynamo has compiled more than once, those together that are about one value."""
     from thunder_cg.compat import dynamo  # Dynamo is imported by now

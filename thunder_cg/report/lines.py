@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from thunder_cg.analysis.partition import NO_GAIN
-from thunder_cg.report.breaks import ITEM
+from thunder_cg.report.breaks import ITEM, is_same
 from thunder_cg.report.units import count, grouped
 
 if TYPE_CHECKING:
@@ -126,8 +126,14 @@ def _of_cause(cause: CauseReport) -> _Problem:
 
 def _of_breaks(breaks: Iterable[GraphBreak]) -> Iterator[_Problem]:
     """One for all that are alike: compiled again for other inputs, a function breaks at the same lines."""
-    for alike in grouped(breaks, lambda part: (part.line, part.source, part.reason)):
-        line, callers = _line(alike[0].line)
+    breaks = [*breaks]
+
+    def seen_from_most(part: GraphBreak) -> str | None:
+        same = (each.line for each in breaks if each.reason == part.reason and is_same(part.line, each.line))
+        return max(same, key=lambda line: len(line or ""))
+
+    for alike in grouped(breaks, lambda part: (seen_from_most(part), part.source, part.reason)):
+        line, callers = _line(seen_from_most(alike[0]))
         said = f"graph break{_times(len(alike))} after {_few([part.function for part in alike])}{callers}"
         yield _Problem(line, alike[0].source, f"{said}: {alike[0].reason}", fix=alike[0].fix, regions=1)
 
