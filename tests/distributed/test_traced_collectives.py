@@ -398,6 +398,7 @@ def varied() -> tuple[int, int]:
     return differing, thunder.cache_misses(compiled)
 
 
+@pytest.mark.nightly
 def test_other_groups_and_reductions_compile_anew(ranks: Ranks) -> None:
     assert ranks.run(varied) == [(0, 5)] * 2
 
@@ -518,6 +519,7 @@ def of_the_default_group_at_first() -> list[tuple[int, int]]:
     return answers
 
 
+@pytest.mark.nightly
 def test_none_may_be_a_group_later(ranks: Ranks) -> None:
     for answers in ranks.run(of_the_default_group_at_first):
         assert all(differing == 0 and versions in (2, 3) for differing, versions in answers), answers

@@ -543,6 +543,7 @@ def test_autocast(inside, operator):
     )
 
 
+@pytest.mark.nightly
 def test_autocast_casts_more_than_layers(backend, device):
     """Thunder casts for layers alone: a loss would be bfloat16, in which 4.7 and 4.71 are the same number."""
     f = nn.functional

@@ -769,6 +769,7 @@ def test_a_capture_that_fails_ends_its_watch(step_twins, monkeypatch):
     assert step.captures == 1, explain(step)
 
 
+@pytest.mark.nightly
 def test_what_dynamo_compiles_in_a_capture(step_twins):
     """It restores all generators afterwards, as a step that sets one cannot."""
     compiled = torch.compile(lambda y: torch.sin(y) * 2, backend="eager")

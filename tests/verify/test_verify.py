@@ -555,6 +555,7 @@ def test_one_call_in_n_goes_through_thunders_dispatch(twins, device, training):
     assert "5 verified" in str(explain(graphed))
 
 
+@pytest.mark.nightly
 def test_gradients_still_go_in_bulk(twins, device):
     """A verified call goes through Thunder's dispatch, which must not exhaust what accumulates gradients in bulk."""
     _, graphed = twins(mlp(1), verify=2)
