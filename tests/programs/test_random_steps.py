@@ -39,7 +39,6 @@ def agree(training: Training, folder: Path) -> Any:
     return step
 
 
-@pytest.mark.nightly_after(2)
 @pytest.mark.filterwarnings("ignore")
 def test_random_steps(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     asked, counts = pytestconfig.getoption("--programs"), Counter[str]()
