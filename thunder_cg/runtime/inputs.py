@@ -11,7 +11,7 @@ import torch
 from thunder_cg.compat.tensors import is_zero_tensor, read_as
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.backend import Pool
-from thunder_cg.runtime.tensors import ALIGNMENT, flat, overlaps_itself, span, view_of_storage
+from thunder_cg.runtime.tensors import ALIGNMENT, flat, on_other_memory, overlaps_itself, span, view_of_storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +99,6 @@ def _in_the_place_of(arg: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
     """The buffer, as an inference tensor if ``arg`` is one: torch.compile guards that, and would compile again."""
     if not arg.is_inference():
         return buffer.requires_grad_(arg.requires_grad)
+    alike = on_other_memory(arg, buffer.untyped_storage(), int(buffer.storage_offset()))
     with torch.inference_mode():
-        alike = view_of_storage(buffer, buffer.dtype, int(buffer.storage_offset()), buffer.size(), buffer.stride())
-        return read_as(alike, conj=buffer.is_conj(), neg=buffer.is_neg()).data.requires_grad_(arg.requires_grad)
+        return alike.data.requires_grad_(arg.requires_grad)

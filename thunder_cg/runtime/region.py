@@ -385,11 +385,13 @@ class RuntimeRegion:
         recording = call.recording
         assert recording is not None
         in_pool, before = self.in_pool(call, args), (self.failure, self.failed_attempts, self.stays_eager)
+        if self._layouts(args) not in self._warm and self._warmed_late < call.program.options.max_recordings:
+            self._warmed_late += 1  # else a fusion would be compiled in the capture
+            self._refuse(call, "before", "what an eager operator made is not laid out as in a warm-up")
+            recording.incomplete = True
+            return self._run_instead(call, args, in_pool)
         try:
             self._agree(call, "before")
-            if self._layouts(args) not in self._warm and self._warmed_late < call.program.options.max_recordings:
-                self._warmed_late += 1
-                raise _Cold("what an eager operator made is not laid out as in a warm-up")
             with call.program.progress(call, "capturing", "captured", self):
                 began = time.perf_counter()
                 results = self._record(call, args)
@@ -398,10 +400,6 @@ class RuntimeRegion:
         except _Executed as error:
             call.program.count_raised(is_counted=True)
             raise error.__cause__ from None  # type: ignore[misc]
-        except _Cold as error:
-            self._refuse(call, "after", str(error))
-            recording.incomplete = True
-            return self._run_instead(call, args, in_pool)
         except Exception as error:
             self._refuse(call, "after", self._fail(call, error))
         self._raise_if_strict(call)
@@ -507,10 +505,6 @@ class RuntimeRegion:
 
 class _Executed(Exception):
     """A graph failed after it may have run: running its ops again could do their effects twice."""
-
-
-class _Cold(Exception):
-    """A region is to be captured for inputs that it was not warmed up for, so that a fusion would be compiled."""
 
 
 class _NotRun(Exception):

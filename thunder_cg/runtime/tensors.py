@@ -124,6 +124,14 @@ def view_of_storage(
     return torch.empty(0, dtype=dtype, device=memory.device).set_(memory.untyped_storage(), offset, size, stride)
 
 
+def on_other_memory(tensor: torch.Tensor, storage: torch.UntypedStorage, offset: int) -> torch.Tensor:
+    """What operators and torch.compile take for ``tensor``, on another storage; ``offset`` in its elements."""
+    with torch.inference_mode(tensor.is_inference()):
+        moved = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        moved.set_(storage, offset, tensor.size(), tensor.stride())
+        return read_as(moved, conj=tensor.is_conj(), neg=tensor.is_neg())
+
+
 def tracked_view(
     tensor: torch.Tensor, dtype: torch.dtype, offset: int, size: Sequence[int], stride: Sequence[int]
 ) -> torch.Tensor:

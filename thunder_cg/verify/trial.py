@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 
-from thunder_cg.compat.tensors import preserve_version_counter, read_as
+from thunder_cg.compat.tensors import preserve_version_counter
 from thunder_cg.compat.torch import TorchDispatchMode
 from thunder_cg.runtime.backend import Backend
 from thunder_cg.runtime.early_outputs import EarlyCopier
 from thunder_cg.runtime.recording import RegionGraph
 from thunder_cg.runtime.region import RuntimeRegion
-from thunder_cg.runtime.tensors import address, address_if_any, flat, overlaps_itself
+from thunder_cg.runtime.tensors import address, address_if_any, flat, on_other_memory, overlaps_itself
 from thunder_cg.verify.compare import bits, ones, same, same_layout
 from thunder_cg.verify.hashes import HashGraph, OpHashes, hash_tensor
 
@@ -285,10 +285,7 @@ def _moved(arg: Any, memory: dict[int, torch.UntypedStorage]) -> Any:
     storage = memory.get(address(arg))
     if storage is None:
         return arg.detach().requires_grad_(arg.requires_grad)
-    with torch.inference_mode(arg.is_inference()):  # else torch.compile would compile a fusion for it once more
-        moved = torch.empty(0, dtype=arg.dtype, device=arg.device)
-        moved.set_(storage, arg.storage_offset(), arg.size(), arg.stride())
-        return read_as(moved, conj=arg.is_conj(), neg=arg.is_neg())
+    return on_other_memory(arg, storage, int(arg.storage_offset()))
 
 
 class _Keep(TorchDispatchMode):
