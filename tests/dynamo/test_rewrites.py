@@ -2039,6 +2039,22 @@ def test_all_strides_of_a_tensor_whose_sizes_vary(backend, device):
     assert {len(trace.regions) for trace in report.traces if trace.calls} == {1}
 
 
+def test_defaults_that_thunder_has_no_names_for(backend, device):
+    """As TorchVision's poolers and DETR's loss have them, and `Module.to`."""
+
+    def fn(x):
+        y = torch.full_like(x, 3.0, dtype=x.dtype, layout=torch.strided, device=x.device)
+        y = y + torch.zeros(4, 8, layout=torch.strided, device=x.device, pin_memory=False, requires_grad=False)
+        return y * x.to(x.device, None, False) + x.to(x.device, torch.float64, False).sin().float()
+
+    graphed = thunderfx(fn, backend=backend)
+    for _ in range(3):
+        x = torch.randn(4, 8, device=device)
+        same(graphed(x), fn(x))
+    report = explain(graphed)
+    assert not report.outside and [len(trace.regions) for trace in report.traces] == [1]
+
+
 def test_a_number_at_indices_of_a_tensor(backend, device):
     def fn(x, last):
         mask = torch.zeros(x.shape, dtype=torch.long, device=x.device)
