@@ -353,6 +353,30 @@ def test_what_is_converted_to_a_wider_type_and_back_is_read_itself(device, monke
     assert [read[name] for name in ("sin", "cos", "tan", "exp")] == [None, "add", "to", "to"]
 
 
+def test_a_result_that_equals_another_value_is_not_written_once_more(device, monkeypatch):
+    """The gradient of a sum, which both of its terms get, and the next fusion. Each result has memory of its own."""
+    results = []
+    in_torch = compat.in_torch
+
+    def noting(symbols, inputs, outputs, known):
+        results.append([{p.name: s.sym.name for s in symbols for p in s.flat_proxy_outs}.get(o.name) for o in outputs])
+        return in_torch(symbols, inputs, outputs, known)
+
+    monkeypatch.setattr(torch, "compile", lambda fn, **_: fn)
+    monkeypatch.setattr(compat, "in_torch", noting)
+
+    def f(a):
+        b = a + 1
+        equal, same_again = b.float().to(a.dtype), b.float().to(a.dtype)
+        return equal, same_again, a.float().to(a.dtype), a.view(2, 4).float().to(a.dtype)
+
+    a = torch.randn(8, device=device).bfloat16()
+    found = compiled(f)(a)
+    same(found, f(a))
+    assert results == [["add", "to", "to", "to"]]
+    assert len({each.data_ptr() for each in (a, *found)}) == 5
+
+
 def _computed_anew(a, b):
     x = a * 2
     y = x + b
