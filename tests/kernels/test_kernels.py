@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 
 import pytest
 import thunder
@@ -17,7 +18,7 @@ import thunder_cg
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.tensors import tensors_in
 from thunder_cg.compat.torch_compile import CompileError
-from thunder_cg.kernels import attention, derivatives, inductor
+from thunder_cg.kernels import attention, derivatives, fusion, inductor
 from thunder_cg.kernels.fusion import Fusion, Kernels
 
 
@@ -375,6 +376,52 @@ def test_a_result_that_equals_another_value_is_not_written_once_more(device, mon
     same(found, f(a))
     assert results == [["add", "to", "to", "to"]]
     assert len({each.data_ptr() for each in (a, *found)}) == 5
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.head = nn.Linear(8, 16), nn.Linear(16, 32, bias=False)
+
+    def forward(self, x, labels):
+        hidden = torch.exp(self.up(x))
+        logits = self.head(torch.tanh(hidden))
+        return F.cross_entropy(logits, labels), hidden
+
+
+def test_a_backward_writes_over_what_it_reads_last(device, transform, monkeypatch):
+    """Not over what the caller has, nor where the graph is retained, or a replay is compared with an eager run."""
+    donated = []
+
+    def compile_donating(function, names):
+        places = [i for i, name in enumerate(inspect.signature(function).parameters) if name in names]
+
+        def run(*args):
+            results = function(*args)
+            donated.extend(args[i].fill_(float("nan")) for i in places)
+            return results
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", lambda fn, **_: fn)
+    monkeypatch.setattr(fusion, "compile_donating", compile_donating)
+    for verify in (None, 2):
+        donated.clear()
+        model = Classifier().to(device, torch.bfloat16)
+        twin = copy.deepcopy(model)
+        plain, graphed = compiled(model), compiled(twin, transform(verify=verify))
+        for retains in (False, False, True, False):
+            x, labels = torch.randn(4, 8, device=device).bfloat16(), torch.randint(32, (4,), device=device)
+            found = []
+            for each in (plain, graphed):
+                each.zero_grad()
+                loss, hidden = each(x, labels)
+                for again in (True, False)[not retains :]:
+                    (loss + hidden.sum()).backward(retain_graph=again)
+                found.append((loss, hidden))
+            same(*found)
+            same_state(model, twin)
+        assert {tuple(each.shape) for each in donated} == (set() if verify else {(4, 16), (4, 32), (4,)})
 
 
 def _computed_anew(a, b):
