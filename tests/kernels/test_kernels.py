@@ -20,6 +20,7 @@ from thunder_cg.compat.tensors import tensors_in
 from thunder_cg.compat.torch_compile import CompileError
 from thunder_cg.kernels import attention, derivatives, fusion, inductor
 from thunder_cg.kernels.fusion import Fusion, Kernels
+from thunder_cg.runtime import outputs
 
 
 class ConvNet(nn.Module):
@@ -389,8 +390,8 @@ class Classifier(nn.Module):
         return F.cross_entropy(logits, labels), hidden
 
 
-def test_a_backward_writes_over_what_it_reads_last(device, transform, monkeypatch):
-    """Not over what the caller has, nor where the graph is retained, or a replay is compared with an eager run."""
+def writing_over(monkeypatch):
+    """Has fusions fill what they may write over with NaN. Returns a list, to which that is added."""
     donated = []
 
     def compile_donating(function, names):
@@ -403,8 +404,14 @@ def test_a_backward_writes_over_what_it_reads_last(device, transform, monkeypatc
 
         return run
 
-    monkeypatch.setattr(torch, "compile", lambda fn, **_: fn)
     monkeypatch.setattr(fusion, "compile_donating", compile_donating)
+    return donated
+
+
+def test_a_backward_writes_over_what_it_reads_last(device, transform, monkeypatch):
+    """Not over what the caller has, nor where the graph is retained, or a replay is compared with an eager run."""
+    donated = writing_over(monkeypatch)
+    monkeypatch.setattr(torch, "compile", lambda fn, **_: fn)
     for verify in (None, 2):
         donated.clear()
         model = Classifier().to(device, torch.bfloat16)
@@ -422,6 +429,43 @@ def test_a_backward_writes_over_what_it_reads_last(device, transform, monkeypatc
             same(*found)
             same_state(model, twin)
         assert {tuple(each.shape) for each in donated} == (set() if verify else {(4, 16), (4, 32), (4,)})
+
+
+class Equal(Classifier):
+    def forward(self, x, labels):
+        hidden = self.up(x)
+        return F.cross_entropy(self.head(torch.tanh(hidden)), labels), torch.neg(torch.neg(hidden))
+
+
+def test_a_backward_does_not_write_over_what_the_caller_has(device, transform, monkeypatch):
+    """Inductor may return one tensor as two results, and a warm-up without memory for a copy hands it out."""
+
+    def compile_once(function, **_):
+        def run(*args):
+            results = [*function(*args)]
+            return [next(each for each in results if torch.equal(each, result)) for result in results]
+
+        return run
+
+    def fail(*_):
+        raise torch.OutOfMemoryError
+
+    donated = writing_over(monkeypatch)
+    monkeypatch.setattr(torch, "compile", compile_once)
+    model = Equal().to(device, torch.bfloat16)
+    twin = copy.deepcopy(model)
+    plain, graphed = compiled(model), compiled(twin, transform())
+    for has_memory in (False, True, True):
+        x, labels = torch.randn(4, 8, device=device).bfloat16(), torch.randint(32, (4,), device=device)
+        with monkeypatch.context() as patches:
+            if not has_memory:
+                patches.setattr(outputs._Copy, "allocate", fail)
+            found = [each(x, labels) for each in (plain, graphed)]
+        for loss, hidden in found:
+            (loss + hidden.sum()).backward()
+        same(*found)
+        same_state(model, twin)
+        assert bool(donated) is has_memory
 
 
 def _computed_anew(a, b):

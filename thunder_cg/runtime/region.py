@@ -335,6 +335,7 @@ class RuntimeRegion:
             lent.hand_out(results)
             call.lent.append(lent)
         handed_out = outputs.deliver_owned(results, args, addresses)
+        call.handed_out |= handed_out
         for i, copied in early.items():
             results[i] = copied.tensor
         for i in outputs.fixed:
@@ -367,7 +368,7 @@ class RuntimeRegion:
         if not self._donated or call.program.options.verify is not None or self.is_always_verified:
             return False
         owned = {name: arg for name, arg in zip(self.input_names, args) if call.owns(name, arg)}
-        count = Counter(_memory(value) for value in call.owned.values())
+        count = Counter(_memory(value) for value in call.owned.values()) + Counter(call.handed_out)
         return all(name in owned and count[_memory(call.owned[name])] == 1 for name in self._donated)
 
     def in_pool(self, call: Call, args: Sequence[Any]) -> frozenset[int]:
