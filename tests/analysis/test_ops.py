@@ -8,7 +8,9 @@ import pytest
 import thunder
 import torch
 
+from thunder_cg.analysis import rules
 from thunder_cg.analysis.ops import Op, Value
+from thunder_cg.analysis.rules.record import Arguments, TensorArgument
 
 
 def only(ops, id_):
@@ -309,6 +311,13 @@ def test_condition_of_a_derivative_that_looks_for_nans_on_a_cpu(traces_of):
     forward, backward = traces_of(lambda x: (x.min(), x.amin()), torch.randn(3, requires_grad=True))
     assert not any(op.conditions for op in forward.ops)
     assert [(op.id, set(op.conditions)) for op in backward.ops if op.conditions] == [("min_vjp", {"runs_on_cpu"})]
+
+
+@pytest.mark.parametrize(("device", "classes", "checks"), [("cpu", 5, True), ("cuda", 5, False), ("cuda", -1, True)])
+def test_condition_of_classes_that_are_checked(device, classes, checks):
+    (condition,) = rules.find("torch", "one_hot").conditions
+    of = TensorArgument((3,), "int64", device)
+    assert condition.predicate(Arguments((of, classes), positions={"num_classes": 1})) is checks
 
 
 def test_records_are_frozen_and_compare_without_the_symbol(traces_of):

@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from thunder_cg import cudagraph_transform, explain, thunderfx
+from thunder_cg import cudagraph_transform, executors, explain, thunderfx
 from thunder_cg.dynamo.constants import compute_numbers_first
 from thunder_cg.dynamo.own_symbols import use_own_operator
 from thunder_cg.errors import LayoutError
@@ -1262,6 +1262,27 @@ def test_arguments_that_thunder_refuses(backend, device, fn):
     assert one_region_each_way(trains_alike(Around(fn).to(device), lambda: torch.randn(2, 8, device=device), backend))
 
 
+@pytest.mark.nightly_after(1)
+@pytest.mark.parametrize("options", [{}, {"executors": executors()}], ids=["as it is", "fused"])
+def test_rms_norm(backend, device, options):
+    """It has PyTorch's bits, and where Inductor fuses, it is fused with what is around it."""
+    model = nn.Sequential(nn.RMSNorm(8), nn.Linear(8, 8), nn.RMSNorm(8, 1e-3, elementwise_affine=False))
+    model = model.to(device, torch.bfloat16)
+    twin = copy.deepcopy(model)
+    graphed = thunderfx(model, backend=backend, **options)
+    for _ in range(4):
+        x = torch.randn(3, 8, device=device, dtype=torch.bfloat16) / 1000  # the default of eps shows
+        found = [each(x) for each in (graphed, twin)]
+        for result in found:
+            result.sum().backward()
+        bits = {"rtol": 0.05, "atol": 0.01} if options else {"rtol": 0, "atol": 0}
+        torch.testing.assert_close(*found, **bits)
+        for one, other in zip(model.parameters(), twin.parameters()):
+            torch.testing.assert_close(one.grad, other.grad, **bits)
+    assert one_region_each_way(graphed) or options
+    assert any("rms_norm" in op.name for trace in explain(graphed).traces for op in trace.ops) is not bool(options)
+
+
 def test_a_gradient_of_what_is_passed_by_name():
     """Thunder's fallbacks refuse it."""
 
@@ -2016,6 +2037,22 @@ def test_all_strides_of_a_tensor_whose_sizes_vary(backend, device):
     report = explain(graphed)
     assert {part.operator for part in report.outside} == {"stride"} and all(part.line for part in report.outside)
     assert {len(trace.regions) for trace in report.traces if trace.calls} == {1}
+
+
+def test_defaults_that_thunder_has_no_names_for(backend, device):
+    """As TorchVision's poolers and DETR's loss have them, and `Module.to`."""
+
+    def fn(x):
+        y = torch.full_like(x, 3.0, dtype=x.dtype, layout=torch.strided, device=x.device)
+        y = y + torch.zeros(4, 8, layout=torch.strided, device=x.device, pin_memory=False, requires_grad=False)
+        return y * x.to(x.device, None, False) + x.to(x.device, torch.float64, False).sin().float()
+
+    graphed = thunderfx(fn, backend=backend)
+    for _ in range(3):
+        x = torch.randn(4, 8, device=device)
+        same(graphed(x), fn(x))
+    report = explain(graphed)
+    assert not report.outside and [len(trace.regions) for trace in report.traces] == [1]
 
 
 def test_a_number_at_indices_of_a_tensor(backend, device):

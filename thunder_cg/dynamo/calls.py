@@ -26,6 +26,7 @@ _UNKNOWN = frozenset({
     "tensors", "weight",
 })  # fmt: skip
 _OF_NUMPY = {"axis": "dim", "keepdims": "keepdim"}
+_DEFAULTS = {"layout": torch.strided, "pin_memory": False, "requires_grad": False}  # which Thunder has no names for
 
 
 def cast_as_autocast_does(node: Node) -> None:
@@ -39,8 +40,13 @@ def cast_as_autocast_does(node: Node) -> None:
 
 def name_as_thunder_does(node: Node) -> None:
     """``x % 5`` is ``torch.remainder(x, 5)``, and ``x.var(-1, unbiased=False)`` is ``x.var(-1, correction=0)``."""
+    is_torchs = node.op == "call_method" or getattr(torch, operator_name(node), None) is node.target
+    if is_torchs and any(node.kwargs.get(name) is default for name, default in _DEFAULTS.items()):
+        node.kwargs = {name: value for name, value in node.kwargs.items() if _DEFAULTS.get(name, ...) is not value}
     if node.op == "call_method" and node.target == "broadcast_to":
         node.target = "expand"
+    elif node.target == "to" and len(node.args) == 4 and node.args[3] is False:  # a module's, with non_blocking
+        node.args = node.args[: 2 if node.args[2] is None else 3]
     elif node.target is getattr and node.args[1] in ("H", "mH") and not example(node).is_complex():
         node.args = (node.args[0], str(node.args[1]).replace("H", "T"))
     elif node.target is getattr and node.args[1] in ("imag", "real"):

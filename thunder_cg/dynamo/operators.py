@@ -22,6 +22,7 @@ from thunder_cg.compat.thunder import (
     OVERWRITE,
     OperatorExecutor,
     current_trace,
+    get_compile_data,
     register_executor,
     register_function,
     to_torch_device,
@@ -29,6 +30,8 @@ from thunder_cg.compat.thunder import (
     trace_as,
     with_derivative,
 )
+from thunder_cg.kernels import normalization
+from thunder_cg.kernels.derivatives import fused_executor
 
 # Thunder's symbols refuse some arguments, such as ceil_mode, or have no gradient. ``pad`` may reflect or be circular.
 _PARTIAL = (
@@ -60,6 +63,7 @@ _LOSSES = F.cross_entropy, F.nll_loss  # of classes: Thunder's gradient of a sum
 _OTHERS = (
     F.interpolate,
     torch.mul,  # of complex numbers, as in rotary embeddings: see Note [Other derivatives]
+    torch.rms_norm,
     F.scaled_dot_product_attention,  # Thunder's symbol does not take enable_gqa
     torch.segment_reduce,
     weight_norm,
@@ -105,22 +109,34 @@ def collective(function: Any) -> Callable[..., Any] | None:
 def _by_autograd(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     if function in _FACTORIES or function in _FUSED:
         return _symbol(name, function, _with_torchs_types(function), differentiable=False)
+    if function is torch.rms_norm:
+        return _symbol(name, function, fused=normalization.rms_norm)
     return _symbol(name, function, _with_constant_weights(function) if function in _LOSSES else function)
 
 
 def _symbol(
-    name: str, function: Callable[..., Any], runs: Callable[..., Any] | None = None, *, differentiable: bool = True
+    name: str,
+    function: Callable[..., Any],
+    runs: Callable[..., Any] | None = None,
+    *,
+    differentiable: bool = True,
+    fused: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """What a graph calls for a new symbol of this name: the symbol in a trace; the function where Inductor got the
     checkpointed function that it is called in.
 
     Args:
         runs: what the symbol runs, if not the function.
+        fused: what a trace has instead if it is compiled with `kernels.executors`.
     """
     symbol = register_function(executor, name, runs or function, differentiable=differentiable)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return (function if current_trace() is None else symbol)(*args, **kwargs)
+        if current_trace() is None:
+            return function(*args, **kwargs)
+        if fused is not None and fused_executor in get_compile_data().executors_list:
+            return fused(*args, **kwargs)
+        return symbol(*args, **kwargs)
 
     trace_as(call, call)  # Thunder calls it as it is
     return for_splitter(call, name)

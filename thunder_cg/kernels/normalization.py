@@ -1,4 +1,4 @@
-"""BatchNorm, LayerNorm and the mean of images, with derivatives in closed form.
+"""BatchNorm, LayerNorm and the mean of images, with derivatives in closed form; and RMSNorm.
 
 Thunder derives them operator by operator. Inductor cannot simplify what comes out of that: it reads the images more
 often, and keeps more of them between forward and backward, than the formula needs. Here one operator computes the
@@ -153,6 +153,18 @@ def _mean_of_images(a: Any, output_size: Any, *, derives: bool) -> Any:
 
 def _is_one_pixel(*, a: Any, output_size: Any, **_: Any) -> bool:
     return output_size in (1, (1, 1), [1, 1]) and math.prod(a.shape) > 0
+
+
+@compat.in_torchs_language
+def rms_norm(a: Any, normalized_shape: Axes, weight: Any = None, eps: float | None = None) -> Any:
+    """``F.rms_norm`` in operators that Inductor fuses, as it does what a model writes out by itself."""
+    dtype = compat.get_computation_dtype(a.dtype)
+    wide = compat.maybe_convert_to_dtype(a, dtype)
+    axes = [*range(a.ndim - len(normalized_shape), a.ndim)]
+    least = torch.finfo(compat.to_torch_dtype(dtype)).eps if eps is None else eps
+    result = wide * ((wide * wide).mean(axes, keepdim=True) + least).rsqrt()
+    result = result if weight is None else result * weight
+    return compat.maybe_convert_to_dtype(result, a.dtype)
 
 
 register(fused_executor, F.adaptive_avg_pool2d, _mean_of_images, _is_one_pixel)

@@ -301,7 +301,12 @@ class RuntimeRegion:
     def _layouts(self, call: Call, args: Sequence[Any]) -> int:
         """A hash of what its ops see of their inputs. Not all of it follows from the inputs of the program."""
         inputs = args[: len(self.input_names)]
-        seen = [(layout(t), t is not None and t.requires_grad) for t in inputs if is_plain(t) and not is_sparse(t)]
+        # PyTorch makes the seed of an attention, which has no dimensions, on the host, and in a capture on the device.
+        seen = [
+            (layout(t) if t is None or t.dim() else t.dtype, t is not None and t.requires_grad)
+            for t in inputs
+            if is_plain(t) and not is_sparse(t)
+        ]
         return hash((*seen, *same_tensors(inputs).items(), self._donates(call, args)))
 
     def _deliver(

@@ -34,6 +34,7 @@ _POSITIONS: Mapping[str, Mapping[str, int]] = {
     "multinomial": {"seed": 3},
     "multinomial_helper": {"seed": 3},
     "norm": {"p": 1, "ord": 1, "dim": 2},
+    "one_hot": {"num_classes": 1},
     "scaled_dot_product_attention": {"dropout_p": 4},
 }
 
@@ -214,6 +215,12 @@ EMPTY_RANGE = Condition(
         isinstance(t, TensorArgument) and 0 in t.shape for t in map(call.argument, ("running_min", "running_max"))),
     Cause(Reason.SIDE_EFFECT, "its running range has no elements yet, so it resizes the caller's tensors",
           "give running_min and running_max an element for each channel before the first call"), Evidence.MEASURED)
+CLASSES_CHECKED = Condition(
+    "checks_classes", "num_classes is not given, or the tensor is on a CPU.",
+    lambda call: _runs_on_cpu(call) or call.argument("num_classes") in (None, -1),
+    Cause(Reason.DATA_DEPENDENT, "it checks its input's contents on the host",
+          "give num_classes; on a CPU, write (x[..., None] == torch.arange(n, device=x.device)).long()"),
+    Evidence.MEASURED)
 NAN_CHECK_ON_CPU = Condition(
     "runs_on_cpu", "An argument is on a CPU.", _runs_on_cpu,
     Cause(Reason.HOST_SYNC, "on a CPU its derivative reads whether the result is a NaN", "take amin or amax, or sort",

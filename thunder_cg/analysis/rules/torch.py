@@ -73,7 +73,7 @@ _DYNAMIC_SIZE = Cause(Reason.DATA_DEPENDENT,
     "the size of its result depends on what its input holds, so the host must ask the device",
     FIXED_SIZE, _TAGS)
 _CHECKS_CONTENTS = Cause(Reason.DATA_DEPENDENT, "it checks its input's contents on the host",
-    "write it with other operators, as (x[..., None] == torch.arange(n, device=x.device)).long() for one_hot(x, n)")
+    "write it with other operators, or move it out of the compiled function")
 _SOLVER = Cause(Reason.HOST_SYNC,
     "its solver library is chosen by size and batch, and several of them wait for the device or report errors "
     "through the host",
@@ -150,6 +150,7 @@ RULES: tuple[Rule, ...] = (
     *_rows("bucketize nonzero_static", derivative=_UNMEASURED),
     *_rows("masked_scatter", derivative=_but(evidence=MEASURED_ON_GPU, cause=_ASKS_THE_HOST)),
     *_rows("index_put", conditions=(when.BOOLEAN_INDEX,), derivative=_but(conditions=())),
+    *_rows("one_hot", conditions=(when.CLASSES_CHECKED,), derivative=_UNMEASURED),
     *_rows("embedding embedding_bag", conditions=(when.RENORMALIZED_WEIGHT,),
            derivative=_but(conditions=(when.RENORMALIZED_WEIGHT, when.SPARSE_GRADIENT))),
     *_rows("copy_with_setitem_impl", derivative=_but(conditions=()),
@@ -299,7 +300,7 @@ RULES: tuple[Rule, ...] = (
     *_rows("combinations masked_select to_sparse", _DYNAMIC_SIZE),
     *_rows("argwhere bincount nonzero unique unique_consecutive", _DYNAMIC_SIZE, derivative=_UNMEASURED),
     *_rows("isin", _DYNAMIC_SIZE, evidence=MEASURED_ON_GPU, derivative=_UNMEASURED),
-    *_rows("corrcoef cov ctc_loss gaussian_nll_loss istft one_hot", _CHECKS_CONTENTS),
+    *_rows("corrcoef cov ctc_loss gaussian_nll_loss istft", _CHECKS_CONTENTS),
     *_rows("choose_qparams_optimized", _CHECKS_CONTENTS, derivative=_UNMEASURED),
     *_rows("lobpcg", _CHECKS_CONTENTS, draws=True),
     *_rows("matrix_exp mode", _CHECKS_CONTENTS, evidence=MEASURED_ON_GPU, derivative=_ON_GPU),

@@ -12,7 +12,7 @@ from thunder_cg.tools.operators.results import OperatorResults
 _REFUSED_ON_CPU = """
     batch_norm_backward_elemt batch_norm_backward_reduce batch_norm_elemt batch_norm_gather_stats
     batch_norm_gather_stats_with_counts batch_norm_stats get_and_update_rng_state_impl nanquantile nanquantile_vjp
-    quantile quantile_vjp
+    one_hot quantile quantile_vjp
 """
 
 ONLY_ON_A_GPU: frozenset[Key] = frozenset(
