@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from thunder_cg.analysis.causes import refuse_eager_ops
 from thunder_cg.analysis.classify import UserRules, classify, shown
 from thunder_cg.analysis.coalescing import coalesced, of_parallelism
 from thunder_cg.analysis.collectives import schedule_collectives
+from thunder_cg.analysis.donation import alone, donated
 from thunder_cg.analysis.gradients import WrongGradient, lost_or_unsummed, overwritten, put_off, returned
 from thunder_cg.analysis.lost import constant, lost, uncalled, unrepeated
 from thunder_cg.analysis.ops import Ops, names_in, process_groups, read
@@ -248,6 +249,7 @@ class CudagraphTransform(compat.Transform):
             its.wrong_gradients += overwritten(ops, aliasing, saved)
             seen = aliasing.sets_of([*ops.args, *names_in(trace.bound_symbols[-1].args[:1])])
             its.seen = frozenset(name for name, of in aliasing.sets.items() if of in seen)
+            its.alone = alone(saved, its.seen, aliasing)
 
     def _find_wrong_gradients(self, trace: TraceCtx) -> None:
         """Of a trace that Thunder is to differentiate. Warns of those for which there may be no backward trace."""
@@ -307,7 +309,9 @@ class CudagraphTransform(compat.Transform):
     ) -> Program:
         verifier = ReplayVerifier(trace.ops, self._backend, trace.aliasing)
         planned = [step for step in trace.plan.steps if isinstance(step, Region)]
-        regions = [self._region(region, io, trace, verifier, taken) for region, io in zip(planned, region_io(trace))]
+        before = forward.regions if forward is not None else ()
+        kept = frozenset(name for each in before for name in each.names_in_pool)
+        regions = [self._region(*each, trace, verifier, taken, kept) for each in zip(planned, region_io(trace))]
         same_options = self._same_options(trace.ops)
         program = Program(trace, regions, forward, self._shared, verifier, compilation, same_options)
         if program.kind == "backward" and not any(op.communicates for op in trace.ops.ops):
@@ -330,24 +334,33 @@ class CudagraphTransform(compat.Transform):
         return SameOptions(groups, data, counted, needs_answers=options.capture_collectives != "never")
 
     def _region(
-        self, planned: Region, io: RegionIO, trace: PlannedTrace, verifier: ReplayVerifier, taken: set[str]
+        self,
+        planned: Region,
+        io: RegionIO,
+        trace: PlannedTrace,
+        verifier: ReplayVerifier,
+        taken: set[str],
+        kept: frozenset[str],
     ) -> RuntimeRegion:
+        """A region of a trace; ``kept`` is what the forward's regions keep in the pool for a backward."""
         name = next(name for number in self._numbers if (name := f"CUDAGraph{number}") not in taken)
         mine = [trace.ops.ops[i] for i in planned.ops]
         inputs = [*(each.name for each in io.inputs), *io.scalars]
         results = [each.name for each in io.outputs]
         early = {each.name: each.last_use for each in io.outputs if each.last_use is not None}
         launches = coalesced(mine, trace.ops.values)
-        function = partial(region_function, name, mine, inputs, results, early, launches, self._backend)
+        backend, donations = self._backend, donated(mine, io, trace.aliasing, kept & self._compiling.alone)
 
-        def profiled() -> Callable[..., Sequence[Any]]:
-            return function([f"{op.name} {trace.ops.place(op)}" for op in mine])
+        def function(is_profiled: bool, donates: bool) -> Callable[..., Sequence[Any]]:
+            ranges = [f"{op.name} {trace.ops.place(op)}" for op in mine] if is_profiled else ()
+            given = donations if donates else ()
+            return region_function(name, mine, inputs, results, early, launches, backend, ranges, given)
 
         hashes = None
         if io.scalars or self.options.verify is not None:
             hash_values = partial(verifier.hash_values, torch.device(planned.device))
-            hashes = hash_function(name, mine, inputs, trace.aliasing, self._backend, hash_values)
-        return RuntimeRegion(name, planned, mine, io, function(), profiled, hashes)
+            hashes = hash_function(name, mine, inputs, trace.aliasing, backend, hash_values)
+        return RuntimeRegion(name, planned, mine, io, function, hashes, frozenset(chain.from_iterable(donations)))
 
     def _forward_of(self, trace: TraceCtx) -> Program | None:
         """The program of the forward trace that this backward trace belongs to: they share one set of names."""
@@ -372,6 +385,7 @@ class _Compiling(threading.local):
     results = 0
     routes: Routes = ()
     seen: frozenset[str] = frozenset()  # names of the forward in memory that its caller sees
+    alone: frozenset[str] = frozenset()  # names that the forward saves, each in memory that nothing else is in
 
 
 @contextmanager

@@ -46,7 +46,7 @@ from thunder_cg.compat.tensors import (
     tree_map_only,
     version,
 )
-from thunder_cg.compat.torch_compile import timing_kernels_in
+from thunder_cg.compat.torch_compile import compile_donating, timing_kernels_in
 
 
 def test_tensors_without_memory_views_and_versions() -> None:
@@ -252,6 +252,22 @@ def test_inductor_times_kernels_where_it_is_told_to(monkeypatch: pytest.MonkeyPa
         ("a copy", "64 bytes", "8 bytes"),
         *(("another thread's",), ("a copy",), ("last",), ("a copy",)),
     ]
+
+
+def test_inductor_writes_over_what_it_may() -> None:
+    """Also where its caches have what it made of the same function without that."""
+
+    def function(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weighted = torch.exp(c) - b
+        return weighted @ a, weighted
+
+    tensors = [torch.randn(8, 8) for _ in range(3)]
+    for names, written in (({"c"}, [False, False, True]), (set[str](), [False] * 3), ({"b"}, [False, True, False])):
+        mine = [each.clone() for each in tensors]
+        with torch.no_grad():
+            for found, expected in zip(compile_donating(function, names)(*mine), function(*tensors)):
+                torch.testing.assert_close(found, expected)
+        assert [not torch.equal(a, b) for a, b in zip(mine, tensors)] == written
 
 
 def test_a_graph_does_not_switch_hooks_of_saved_tensors():

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import thunder_cg
 from thunder_cg.compat.compiled import computation_and_inputs
 from thunder_cg.compat.cuda import chooses_cudnn_attention
-from thunder_cg.kernels import attention, derivatives, loss, normalization
+from thunder_cg.kernels import attention, derivatives, embedding, loss, normalization
 
 
 class Net(nn.Module):
@@ -324,3 +324,36 @@ def test_attention_elsewhere_is_not_cudnns(device):
     compiled = thunder.jit(F.scaled_dot_product_attention, executors=[attention.executor])
     torch.testing.assert_close(compiled(q, q, q), F.scaled_dot_product_attention(q, q, q))
     assert "cudnn" not in str(thunder.last_traces(compiled)[-1])
+
+
+@pytest.mark.parametrize("padding", [None, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_gradient_of_an_embedding(device, padding, dtype):
+    """Many sums of one row are right in 16 bits, too."""
+    weight = torch.randn(50, 6, device=device, dtype=dtype, requires_grad=True)
+    indices = torch.tensor([[3, 7, 0, 7], [49, 3, 7, 7]], device=device).repeat(5, 1)
+    gradient = torch.rand(10, 4, 6, device=device, dtype=dtype)
+    (expected,) = torch.autograd.grad(F.embedding(indices, weight.float(), padding), weight, gradient.float())
+    torch.testing.assert_close(embedding._gradient(gradient, indices, 50, padding), expected.to(dtype))
+
+
+def test_which_embeddings_are_ours(transform, device):
+    """Those of 16 bits with fewer indices than rows."""
+    executors = [derivatives.fused_executor]
+    for dtype, count, padding, is_ours in (
+        (torch.bfloat16, 19, -3, True),
+        (torch.bfloat16, 20, None, False),
+        (torch.float32, 19, None, False),
+    ):
+        model = nn.Embedding(20, 4, padding_idx=padding).to(device, dtype)
+        twin, graphed = copy.deepcopy(model), copy.deepcopy(model)
+        plain = thunder.jit(twin, executors=executors)
+        captured = thunder.jit(graphed, executors=executors, transforms=[transform()])
+        for seed in range(3):
+            indices = torch.arange(count, device=device) // 2 + seed
+            for each in (model, plain, captured):
+                each.zero_grad()
+                each(indices).square().sum().backward()
+            same_state(twin, graphed)
+            torch.testing.assert_close(twin.weight.grad, model.weight.grad)
+        assert ("embedding_gradient(" in str(thunder.last_backward_traces(plain)[-1])) is is_ours

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 
 import pytest
 import thunder
@@ -17,8 +18,9 @@ import thunder_cg
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.tensors import tensors_in
 from thunder_cg.compat.torch_compile import CompileError
-from thunder_cg.kernels import attention, derivatives, inductor
+from thunder_cg.kernels import attention, derivatives, fusion, inductor
 from thunder_cg.kernels.fusion import Fusion, Kernels
+from thunder_cg.runtime import outputs
 
 
 class ConvNet(nn.Module):
@@ -351,6 +353,119 @@ def test_what_is_converted_to_a_wider_type_and_back_is_read_itself(device, monke
     names = {proxy.name: each.sym.name for each in fused for proxy in each.flat_proxy_outs}
     read = {each.sym.name: names.get(each.flat_proxy_args[0].name) for each in fused}
     assert [read[name] for name in ("sin", "cos", "tan", "exp")] == [None, "add", "to", "to"]
+
+
+def test_a_result_that_equals_another_value_is_not_written_once_more(device, monkeypatch):
+    """The gradient of a sum, which both of its terms get, and the next fusion. Each result has memory of its own."""
+    results = []
+    in_torch = compat.in_torch
+
+    def noting(symbols, inputs, outputs, known):
+        results.append([{p.name: s.sym.name for s in symbols for p in s.flat_proxy_outs}.get(o.name) for o in outputs])
+        return in_torch(symbols, inputs, outputs, known)
+
+    monkeypatch.setattr(torch, "compile", lambda fn, **_: fn)
+    monkeypatch.setattr(compat, "in_torch", noting)
+
+    def f(a):
+        b = a + 1
+        equal, same_again = b.float().to(a.dtype), b.float().to(a.dtype)
+        return equal, same_again, a.float().to(a.dtype), a.view(2, 4).float().to(a.dtype)
+
+    a = torch.randn(8, device=device).bfloat16()
+    found = compiled(f)(a)
+    same(found, f(a))
+    assert results == [["add", "to", "to", "to"]]
+    assert len({each.data_ptr() for each in (a, *found)}) == 5
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.head = nn.Linear(8, 16), nn.Linear(16, 32, bias=False)
+
+    def forward(self, x, labels):
+        hidden = torch.exp(self.up(x))
+        logits = self.head(torch.tanh(hidden))
+        return F.cross_entropy(logits, labels), hidden
+
+
+def writing_over(monkeypatch):
+    """Has fusions fill what they may write over with NaN. Returns a list, to which that is added."""
+    donated = []
+
+    def compile_donating(function, names):
+        places = [i for i, name in enumerate(inspect.signature(function).parameters) if name in names]
+
+        def run(*args):
+            results = function(*args)
+            donated.extend(args[i].fill_(float("nan")) for i in places)
+            return results
+
+        return run
+
+    monkeypatch.setattr(fusion, "compile_donating", compile_donating)
+    return donated
+
+
+def test_a_backward_writes_over_what_it_reads_last(device, transform, monkeypatch):
+    """Not over what the caller has, nor where the graph is retained, or a replay is compared with an eager run."""
+    donated = writing_over(monkeypatch)
+    monkeypatch.setattr(torch, "compile", lambda fn, **_: fn)
+    for verify in (None, 2):
+        donated.clear()
+        model = Classifier().to(device, torch.bfloat16)
+        twin = copy.deepcopy(model)
+        plain, graphed = compiled(model), compiled(twin, transform(verify=verify))
+        for retains in (False, False, True, False):
+            x, labels = torch.randn(4, 8, device=device).bfloat16(), torch.randint(32, (4,), device=device)
+            found = []
+            for each in (plain, graphed):
+                each.zero_grad()
+                loss, hidden = each(x, labels)
+                for again in (True, False)[not retains :]:
+                    (loss + hidden.sum()).backward(retain_graph=again)
+                found.append((loss, hidden))
+            same(*found)
+            same_state(model, twin)
+        assert {tuple(each.shape) for each in donated} == (set() if verify else {(4, 16), (4, 32), (4,)})
+
+
+class Equal(Classifier):
+    def forward(self, x, labels):
+        hidden = self.up(x)
+        return F.cross_entropy(self.head(torch.tanh(hidden)), labels), torch.neg(torch.neg(hidden))
+
+
+def test_a_backward_does_not_write_over_what_the_caller_has(device, transform, monkeypatch):
+    """Inductor may return one tensor as two results, and a warm-up without memory for a copy hands it out."""
+
+    def compile_once(function, **_):
+        def run(*args):
+            results = [*function(*args)]
+            return [next(each for each in results if torch.equal(each, result)) for result in results]
+
+        return run
+
+    def fail(*_):
+        raise torch.OutOfMemoryError
+
+    donated = writing_over(monkeypatch)
+    monkeypatch.setattr(torch, "compile", compile_once)
+    model = Equal().to(device, torch.bfloat16)
+    twin = copy.deepcopy(model)
+    plain, graphed = compiled(model), compiled(twin, transform())
+    for has_memory in (False, True, True):
+        x, labels = torch.randn(4, 8, device=device).bfloat16(), torch.randint(32, (4,), device=device)
+        with monkeypatch.context() as patches:
+            if not has_memory:
+                patches.setattr(outputs._Copy, "allocate", fail)
+            found = [each(x, labels) for each in (plain, graphed)]
+        for loss, hidden in found:
+            (loss + hidden.sum()).backward()
+        same(*found)
+        same_state(model, twin)
+        assert bool(donated) is has_memory
 
 
 def _computed_anew(a, b):

@@ -41,7 +41,7 @@ def test_a_static_buffer_is_laid_out_like_its_input(like):
 def test_an_input_on_another_device_than_the_trace_says_is_refused():
     inputs = tuple(RegionInput(name, written=False, aliased=False) for name in ("x", "seed"))
     io = RegionIO(inputs, (), (), frozenset())
-    region = RuntimeRegion("CUDAGraph1", Region((), "meta", ""), (), io, lambda inputs: (), lambda: lambda inputs: ())
+    region = RuntimeRegion("CUDAGraph1", Region((), "meta", ""), (), io, lambda *_: lambda inputs: ())
     with pytest.raises(CaptureRefused, match="input 'seed' is on cpu, and the graph on meta"):
         check_inputs(region, [torch.empty(2, device="meta"), torch.tensor(0)], frozenset())
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 import torch._inductor.exc
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.external_utils import wrap_inline
+from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from thunder_cg.compat.guards import names_of
@@ -79,6 +80,52 @@ def call_compiled_through(call: Callable[[Callable[..., Any], Sequence[Any], str
     if not hasattr(original := graph.__call__, "__wrapped__"):
         graph.__call__ = wraps(original)(lambda self, inputs: call(partial(original, self), inputs, self.source_code))
     return True
+
+
+class _Donated(list[int]):
+    """Positions of a graph's inputs that Inductor may write over."""
+
+
+def compile_donating(function: Callable[..., Any], names: Collection[str]) -> Callable[..., Any]:
+    """The function, compiled so that it may write over its arguments of these names once it has read them.
+
+    Inductor does so with what a forward has saved, if it compiles the backward, too.
+    """
+
+    def compile_graph(graph: Any, examples: Sequence[Any]) -> Any:
+        inductor: Any = importlib.import_module("torch._inductor.compile_fx")  # slow to import
+        places = graph.graph.find_nodes(op="placeholder")
+        sources = [getattr(place.meta.get("grapharg"), "source", None) for place in places]
+        donated = _Donated(i for i, source in enumerate(sources) if getattr(source, "local_name", None) in names)
+
+        def compile_inner(module: Any, inputs: Sequence[Any], **options: Any) -> Any:
+            facts = TracingContext.get().fw_metadata
+            if facts is not None and len(inputs) == len(places):
+                facts.bw_donated_idxs = donated
+            return inductor.compile_fx_inner(module, inputs, **options)
+
+        _have_inductor_see_donated()
+        config: Any = torch.compiler.config
+        with config.patch(cache_key_tag=f"donates {[*donated]}"):  # Inductor's caches do not know
+            return inductor.compile_fx(graph, examples, inner_compile=compile_inner)
+
+    return torch.compile(function, backend=compile_graph, fullgraph=True, dynamic=False)
+
+
+def _have_inductor_see_donated() -> None:
+    """Inductor looks for donated inputs in a backward only."""
+    lowering: Any = importlib.import_module("torch._inductor.graph").GraphLowering
+    if hasattr(original := lowering.placeholder, "__wrapped__"):
+        return
+
+    @wraps(original)
+    def placeholder(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self.bw_donated_idxs, _Donated):
+            return original(self, *args, **kwargs)
+        with patch.object(self, "is_backward", True):
+            return original(self, *args, **kwargs)
+
+    lowering.placeholder = placeholder
 
 
 def strides_of_results(function: Callable[..., Sequence[Any]], args: Sequence[Any]) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +13,13 @@ import torch
 from thunder_cg.analysis.sources import users_level
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.tensors import storage_id
-from thunder_cg.compat.torch_compile import CompileError, TooManyLayouts, free_layouts, strides_of_results
+from thunder_cg.compat.torch_compile import (
+    CompileError,
+    TooManyLayouts,
+    compile_donating,
+    free_layouts,
+    strides_of_results,
+)
 from thunder_cg.runtime.tensors import extent, is_dense
 
 
@@ -27,6 +34,15 @@ class Kernels:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.in_torch = compat.outside_of_autograd(function)
         self.compiled = compat.outside_of_autograd(torch.compile(function, fullgraph=True, dynamic=False))
+        self._function, self._donating = function, dict[tuple[int, ...], Callable[..., Any]]()
+
+    def donating(self, positions: tuple[int, ...]) -> Callable[..., Any]:
+        """The function, compiled so that it may write over the arguments at these positions."""
+        if positions not in self._donating:
+            parameters = inspect.signature(self._function).parameters
+            compiled = compile_donating(self._function, {[*parameters][i] for i in positions})
+            self._donating[positions] = compat.outside_of_autograd(compiled)
+        return self._donating[positions]
 
 
 class Fusion:
@@ -63,7 +79,7 @@ class Fusion:
         self._written, self._refuses_leaves = frozenset(written), refuses_leaves
         self._reduced = reduced
         self.__name__ = name
-        self._in_torch, self._run, self._returned = kernels.in_torch, kernels.compiled, returned
+        self._kernels, self._in_torch, self._run, self._returned = kernels, kernels.in_torch, kernels.compiled, returned
         self._strides: dict[Any, Sequence[Any]] = {}  # of the results that the caller gets, by layouts of the arguments
         self.failure: str | None = None
 
@@ -76,6 +92,16 @@ class Fusion:
                 if sharing[storage_id(results[i])] > 1 or not is_dense(results[i]):
                     results[i] = results[i].clone()
         return results
+
+    def donating(self, positions: tuple[int, ...]) -> Callable[..., Any]:
+        """The fusion, as it may write over the arguments at these positions, whose memory nothing else needs."""
+        if self._written or self._reduced or not positions:
+            return self
+
+        def call(*args: Any) -> Any:
+            return self._run_compiled(args, self._kernels.donating(positions) if self.failure is None else None)
+
+        return call
 
     def _run_checked(self, args: Sequence[Any]) -> Any:
         if self._written:
@@ -97,12 +123,13 @@ class Fusion:
         self.failure = why
         return self._in_torch(*args)
 
-    def _run_compiled(self, args: Sequence[Any]) -> Any:
+    def _run_compiled(self, args: Sequence[Any], compiled: Callable[..., Any] | None = None) -> Any:
+        run = compiled or self._run
         try:
             if self._returned is None:
-                return self._run(*args)
+                return run(*args)
             with free_layouts():
-                results = [*self._run(*args)]
+                results = [*run(*args)]
             self._lay_out(results, args)
             return results
         except TooManyLayouts:  # the others stay compiled

@@ -16,7 +16,7 @@ from thunder_cg.analysis.ops import Ops, read
 from thunder_cg.analysis.pieces import compute_in_pieces
 from thunder_cg.analysis.rules import VJP
 from thunder_cg.compat import thunder as compat
-from thunder_cg.kernels import activation, attention, derivatives, loss, normalization  # noqa: F401  (they register)
+from thunder_cg.kernels import activation, attention, derivatives, embedding, loss, normalization  # noqa: F401  (they register)
 from thunder_cg.kernels.fusion import Fusion, Kernels
 
 _EXPENSIVE = frozenset({"convolution", "cumsum", "sort", "topk"})  # operators of PyTorch's that Thunder has no tags for
@@ -82,9 +82,10 @@ class InductorExecutor(compat.TorchCompileExecutor):
             symbols, inputs, [outputs[i] for i in returned]
         )
         known = facts.functions[has_free_layouts]
+        written_out, results = facts.without_round_trips(symbols, inputs, outputs)
         fusion = Fusion(
             name,
-            facts.kernels(compat.in_torch(facts.without_round_trips(symbols), inputs, outputs, known)),
+            facts.kernels(compat.in_torch(written_out, inputs, results, known)),
             returned if has_free_layouts else None,
             facts.written(inputs, symbols),
             any(inner.kwargs.get("grad_enabled") for inner in _walk(symbols)),
@@ -202,10 +203,13 @@ class _TraceFacts:
             or any(self._is_written(proxy) for proxy in (*each.flat_proxy_args, *each.flat_proxy_outs))
         ]
 
-    def without_round_trips(self, symbols: Iterable[compat.BoundSymbol]) -> list[compat.BoundSymbol]:
-        """The symbols of a fusion, which read a value itself where it was converted to a wider type and back.
+    def without_round_trips(
+        self, symbols: Iterable[compat.BoundSymbol], inputs: Iterable[compat.Proxy], outputs: Sequence[compat.Proxy]
+    ) -> tuple[list[compat.BoundSymbol], list[compat.Proxy]]:
+        """The symbols and results of a fusion, with a value itself where it was converted to a wider type and back.
 
-        Thunder's derivative of a sum of 16 bits converts so. Inductor would write the wider value to memory.
+        Thunder's derivative of a sum of 16 bits converts so. Inductor would write the wider value to memory, and a
+        result that equals another value once more. Each result keeps memory of its own.
         """
         wider: dict[str, compat.TensorProxy] = {}  # by name, what was converted to it
         same: dict[Any, compat.TensorProxy] = {}  # by what equals it
@@ -219,7 +223,14 @@ class _TraceFacts:
                 same[compat.variableify(result)] = origin
             elif compat.is_exact(source.dtype, result.dtype):
                 wider[result.name] = same.get(compat.variableify(source), source)
-        return found
+        sets = self._aliasing.sets
+        apart = {sets.get(proxy.name) for proxy in (*inputs, *outputs)}
+        results: list[compat.Proxy] = []
+        for proxy in outputs:
+            origin = same.get(compat.variableify(proxy), proxy)
+            results.append(proxy if sets.get(origin.name) in apart else origin)
+            apart.add(sets.get(origin.name))
+        return found, results
 
     def _is_written(self, proxy: compat.Proxy) -> bool:
         """Whether a value is in memory that the trace writes in place."""

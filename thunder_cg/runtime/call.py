@@ -61,6 +61,7 @@ class Call:
         self.selection: Selection | None = None  # that times its regions
         self.round: Round | None = None  # of a call that communicates: what the ranks say of it
         self.owned: dict[str, torch.Tensor] = {}  # Note [Who owns a recording's memory]
+        self.handed_out: set[int] = set()  # addresses of memory of its own that a caller has, as a copy did not fit
         self.lent: list[Lent] = []  # what callers got in the arena's memory, besides that of the recording
         self.began = 0.0  # the warm-up or the capture, on the host's clock in seconds
         self.began_empty = False  # whether nothing else was in the memory that it warms up or captures in

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 import thunder
 import torch
@@ -30,6 +30,7 @@ def region_function(
     launches: Sequence[Sequence[int]],
     backend: Backend,
     ranges: Sequence[str] = (),
+    donated: Sequence[Collection[str]] = (),
 ) -> Callable[..., Sequence[Any]]:
     """A region's Python function: its ops, each variable deleted after its last use.
 
@@ -40,11 +41,12 @@ def region_function(
         copied_early: results that may be copied out early, and the position of the op after which they may.
         launches: the positions of all ops, those of collectives that are coalesced in one list.
         ranges: for each op the name of its range in a profile; empty for a function without ranges.
+        donated: for each op the inputs that it may write over; empty for a function that leaves its inputs.
     """
     after: dict[int, list[str]] = {}
     for result, position in copied_early.items():
         after.setdefault(position, []).append(result)
-    lines = _lines_of(ops, backend)
+    lines = _lines_of(ops, backend, donated or [()] * len(ops))
     names = _names_in(lines, inputs)
     parameter, copier = unused("inputs", names), unused("copy_early", names)
     body = []
@@ -68,7 +70,7 @@ def hash_function(
     hash_values: Callable[..., torch.Tensor],
 ) -> Callable[[list[Any]], Sequence[Any]]:
     """Like `region_function`, but it returns the hashes of what each op made, or wrote in place."""
-    lines = _lines_of(ops, backend)
+    lines = _lines_of(ops, backend, [()] * len(ops))
     names = _names_in(lines, inputs)
     parameter, hasher = unused("inputs", names), unused("hash_values", names)
     prefix = next(f"hash{'_' * n}" for n in count() if not any(each.startswith(f"hash{'_' * n}") for each in names))
@@ -97,13 +99,16 @@ class _Lines:
     context: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _lines_of(ops: Sequence[Op], backend: Backend) -> list[_Lines]:
-    """The ops, calling their compiled fusions the way the backend needs."""
+def _lines_of(ops: Sequence[Op], backend: Backend, donated: Sequence[Collection[str]]) -> list[_Lines]:
+    """The ops, calling their compiled fusions the way the backend needs. Some may write over what is ``donated``."""
     found = []
     with compat.tracectx(compat.TraceCtx()):  # one for all, as it names the objects that cannot be written
-        for op in ops:
+        for op, given in zip(ops, donated):
             symbol = op.symbol
             if symbol.sym.is_fusion and (functions := compat.bound_functions(symbol)):
+                if given:
+                    places = tuple(i for i, arg in enumerate(symbol.args) if getattr(arg, "name", None) in given)
+                    functions = {name: cast(Any, fn).donating(places) for name, fn in functions.items()}
                 symbol = compat.rebind(symbol, {name: backend.fusion(fn) for name, fn in functions.items()})
             lines = symbol.python(indent=1)
             modules, called, objects = symbol.gather_ctxs()

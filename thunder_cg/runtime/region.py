@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,9 +54,10 @@ class RuntimeRegion:
     Args:
         planned: its place in the plan.
         ops: its ops.
-        function: runs the ops on a list of inputs, which it empties, and an `EarlyCopier`.
-        make_profiled: makes a function that does the same, with each op in a range of a profile.
+        make_function: makes a function that runs the ops on a list of inputs, which it empties, and an `EarlyCopier`;
+            whether with each op in a range of a profile, and whether it may write over what is ``donated``.
         hash_function: for verification: runs the ops too, but returns the hashes of their values, in order.
+        donated: inputs that only this region needs, if the call owns them.
     """
 
     def __init__(
@@ -64,12 +66,13 @@ class RuntimeRegion:
         planned: Region,
         ops: Sequence[Op],
         io: RegionIO,
-        function: Callable[..., Sequence[Any]],
-        make_profiled: Callable[[], Callable[..., Sequence[Any]]],
+        make_function: Callable[[bool, bool], Callable[..., Sequence[Any]]],
         hash_function: Callable[..., Sequence[Any]] | None = None,
+        donated: Set[str] = frozenset(),
     ) -> None:
         self.name, self.planned, self.ops, self.io = name, planned, tuple(ops), io
-        self._function, self._make_profiled, self.hash_function = function, make_profiled, hash_function
+        self._make_function, self.hash_function, self._donated = make_function, hash_function, donated
+        self._functions = {(False, False): make_function(False, False)}
         self.device = torch.device(planned.device)
         self.input_names = tuple(each.name for each in io.inputs)
         self.written = frozenset(i for i, each in enumerate(io.inputs) if each.written)
@@ -95,14 +98,16 @@ class RuntimeRegion:
         self.disagreement: Disagreement | None = None  # of its graph with its ops: it is quarantined
         self.remark: str | None = None  # what verification found besides
 
-    @cached_property
-    def _profiled(self) -> Callable[..., Sequence[Any]]:
-        return self._make_profiled()
-
     @property
     def function(self) -> Callable[..., Sequence[Any]]:
         """Runs the ops. While a profiler is active, each is in a range, and so are the nodes that a capture makes."""
-        return self._profiled if profiler_state[IS_PROFILING] else self._function
+        return self._function(donates=False)
+
+    def _function(self, *, donates: bool) -> Callable[..., Sequence[Any]]:
+        which = bool(profiler_state[IS_PROFILING]), donates
+        if which not in self._functions:
+            self._functions[which] = self._make_function(*which)
+        return self._functions[which]
 
     @property
     def why_eager(self) -> SkipReason:
@@ -271,8 +276,8 @@ class RuntimeRegion:
             began = True
             return run(inputs, copier)
 
-        run = self.keeping_results if self.lends(call) else self.function
-        layouts = self._layouts(args)
+        run = self.function_in_arena(call, args)
+        layouts = self._layouts(call, args)
         may_rerun = not (self.written or self.communicates) and self.io.alive.issuperset(call.owned)
         while True:
             try:
@@ -293,7 +298,7 @@ class RuntimeRegion:
         self._warm.add(layouts)
         return self._deliver(call, args, in_pool, aliased, produced)
 
-    def _layouts(self, args: Sequence[Any]) -> int:
+    def _layouts(self, call: Call, args: Sequence[Any]) -> int:
         """A hash of what its ops see of their inputs. Not all of it follows from the inputs of the program."""
         inputs = args[: len(self.input_names)]
         # PyTorch makes the seed of an attention, which has no dimensions, on the host, and in a capture on the device.
@@ -302,7 +307,7 @@ class RuntimeRegion:
             for t in inputs
             if is_plain(t) and not is_sparse(t)
         ]
-        return hash((*seen, *same_tensors(inputs).items()))
+        return hash((*seen, *same_tensors(inputs).items(), self._donates(call, args)))
 
     def _deliver(
         self,
@@ -335,6 +340,7 @@ class RuntimeRegion:
             lent.hand_out(results)
             call.lent.append(lent)
         handed_out = outputs.deliver_owned(results, args, addresses)
+        call.handed_out |= handed_out
         for i, copied in early.items():
             results[i] = copied.tensor
         for i in outputs.fixed:
@@ -354,9 +360,21 @@ class RuntimeRegion:
         may_lend = not (self._stay_and_copied or self.is_always_verified)
         return is_backward and may_lend and pair.lends and call.scratch is None
 
-    def keeping_results(self, inputs: list[Any], copier: EarlyCopier) -> Sequence[Any]:
-        """Its function, without early copies."""
-        return self.function(inputs)
+    def function_in_arena(self, call: Call, args: Sequence[Any]) -> Callable[..., Sequence[Any]]:
+        """What a warm-up or a capture runs. It copies nothing early where results are lent."""
+        function = self._function(donates=self._donates(call, args))
+        return (lambda inputs, copier: function(inputs)) if self.lends(call) else function
+
+    def _donates(self, call: Call, args: Sequence[Any]) -> bool:
+        """Whether its ops may write over what is donated: the call owns it, in memory of its own.
+
+        A comparison with an eager run reads it once more.
+        """
+        if not self._donated or call.program.options.verify is not None or self.is_always_verified:
+            return False
+        owned = {name: arg for name, arg in zip(self.input_names, args) if call.owns(name, arg)}
+        count = Counter(_memory(value) for value in call.owned.values()) + Counter(call.handed_out)
+        return all(name in owned and count[_memory(call.owned[name])] == 1 for name in self._donated)
 
     def in_pool(self, call: Call, args: Sequence[Any]) -> frozenset[int]:
         """The arguments whose memory is the arena's."""
@@ -390,7 +408,7 @@ class RuntimeRegion:
         recording = call.recording
         assert recording is not None
         in_pool, before = self.in_pool(call, args), (self.failure, self.failed_attempts, self.stays_eager)
-        if self._layouts(args) not in self._warm and self._warmed_late < call.program.options.max_recordings:
+        if self._layouts(call, args) not in self._warm and self._warmed_late < call.program.options.max_recordings:
             self._warmed_late += 1  # else a fusion would be compiled in the capture
             self._refuse(call, "before", "what an eager operator made is not laid out as in a warm-up")
             recording.incomplete = True
@@ -479,7 +497,7 @@ class RuntimeRegion:
 
     def _failing_op(self, error: Exception) -> Op | None:
         """The op of the region that raised the error, if it was one of them."""
-        functions = [self._function, vars(self).get("_profiled"), self.hash_function]
+        functions = [*self._functions.values(), self.hash_function]
         return failing_op(error, self.ops, [each.__code__ for each in functions if each is not None])
 
     def _record(self, call: Call, args: Sequence[Any]) -> Sequence[Any]:

@@ -61,6 +61,7 @@ class RegionCapture:
     def _capture(self, graph: RegionGraph, buffers: list[Any]) -> list[Any]:
         """Records the ops into ``graph``; returns the results that have an address."""
         region, call, pool = self._region, self._call, self._pool
+        function = region.function_in_arena(call, self.inputs)
         inputs = with_buffers(region.take(call, self.inputs, self.in_pool), buffers)
         buffers.clear()  # the list of inputs alone owns them, so that their memory is reused after their last use
         aliased = region.aliased_inputs(inputs, self.in_pool)
@@ -87,7 +88,6 @@ class RegionCapture:
         try:
             scalars = sentinels(len(region.io.scalars))
             inputs += scalars
-            function = region.keeping_results if lends else region.function
             graph.graph, results = pool.capture(function, [inputs], graph.targets, sources, scalars)
         finally:
             if inputs:  # the function, which empties the list, was not called

@@ -111,8 +111,9 @@ RULES: tuple[Rule, ...] = (
 
     # Of thunder_cg.kernels
     *rows("fused_derivatives", """
-        cross_entropy cross_entropy_gradient gelu gelu_gradient normalization_after_update normalization_apply
-        normalization_gradients normalization_statistics relu relu_gradient
+        cross_entropy cross_entropy_gradient embedding embedding_gradient gelu gelu_gradient
+        normalization_after_update normalization_apply normalization_gradients normalization_statistics relu
+        relu_gradient
     """, CAPTURED, Evidence.KNOWN, settings=Settings.NONE),
     *rows("cudnn_attention", "cudnn_attention cudnn_attention_backward cudnn_attention_forward", CAPTURED,
           Evidence.KNOWN, settings=Settings.ATTENTION),
