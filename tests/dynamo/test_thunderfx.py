@@ -26,6 +26,7 @@ from thunder_cg.compat.fx import DataDependentOutputException, dtype_of_casts
 from thunder_cg.compat.guards import attribute_writes_are_reported
 from thunder_cg.dynamo.own_symbols import trace_multi_head_attention
 from thunder_cg.errors import NotCompiledError, SkipReason, TransformConflictError
+from thunder_cg.report.programs import jitted_parts
 
 logger = logging.getLogger("a model")
 
@@ -70,6 +71,16 @@ def test_the_signature_is_that_of_what_was_compiled(backend):
     model = Fallbacks()
     assert inspect.signature(thunderfx(model, backend=backend)) == inspect.signature(model.forward)
     assert inspect.signature(thunderfx(model.forward, backend=backend)) == inspect.signature(model.forward)
+
+
+def test_steady_calls_check_arguments_alone(pair, device):
+    """Not what each graph of Dynamo's has, nor what Thunder reads of PyTorch where it traces a ``reshape``."""
+    _, _, model, compiled = pair(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Unflatten(1, (2, 2))))
+    with torch.no_grad():
+        for _ in range(4):
+            same(compiled(x := torch.randn(2, 4, device=device)), model(x))
+    (jitted,) = jitted_parts(compiled._backend)
+    assert jitted._forward_fn._certain()[0]._guard.keywords == ()
 
 
 @pytest.mark.nightly
