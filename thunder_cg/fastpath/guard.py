@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -24,10 +24,10 @@ from thunder_cg.compat.thunder import BoundSymbol, PrimIDs, ThunderModule, from_
 from thunder_cg.executor import executor
 from thunder_cg.fastpath.prologue import Lookup, Metadata, PrologueChecks, unused_name
 from thunder_cg.fastpath.state import MISS, AttributeGuard, GlobalStateGuard, ParameterCache, Unsupported, getter
+from thunder_cg.runtime.tensors import addresses
 
 _LITERALS = (bool, int, float, complex, str, *CONSTANTS)
 _FLAT = {*_LITERALS, torch.nn.Parameter, torch.Tensor}  # types of arguments that are no containers
-_storage_of, _address_of = torch.Tensor.untyped_storage, torch.UntypedStorage.data_ptr
 
 
 class PrologueGuard:
@@ -126,13 +126,13 @@ class PrologueGuard:
         fixed = {self.place[name] for name in static}
         arguments = range(self.positional + len(self.keywords or ()))
         tensors = [i for i in arguments if type(values[i]) is torch.Tensor and values[i].layout is torch.strided]
-        where = {*_addresses(values[i] for i in tensors if i in fixed)}
+        where = {*addresses(values[i] for i in tensors if i in fixed)}
         others = [i for i in tensors if i not in fixed]
         pick, count = getter(others), len(others)
 
         def are_apart(values: list[Any]) -> bool:
             with without_torch_functions():
-                found = {*_addresses(pick(values))}
+                found = {*addresses(pick(values))}
             return len(found) == count and where.isdisjoint(found)
 
         return are_apart
@@ -148,8 +148,8 @@ def _nothing_is_shared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether no two tensors among the arguments share memory."""
     if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
         return True
-    _, addresses = _memory((*args, *kwargs.values()), {})  # in whatever order
-    return len(set(addresses)) == len(addresses)
+    _, found = _memory((*args, *kwargs.values()), {})  # in whatever order
+    return len(set(found)) == len(found)
 
 
 def _shares(expected: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -165,11 +165,7 @@ def _memory(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[int], l
     leaves = tree_flatten((args, kwargs))[0] if kwargs or not _FLAT.issuperset(map(type, args)) else args
     with without_torch_functions():  # a default device takes longer than what it looks at
         places = [i for i, leaf in enumerate(leaves) if type(leaf) is torch.Tensor and leaf.layout is torch.strided]
-        return places, _addresses(map(leaves.__getitem__, places))
-
-
-def _addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
-    return [*map(_address_of, map(_storage_of, tensors))]
+        return places, addresses(map(leaves.__getitem__, places))
 
 
 class _ModuleChecks:
