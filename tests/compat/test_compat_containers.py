@@ -149,6 +149,20 @@ def test_a_list_that_a_module_owns_costs_steady_calls_nothing(transform, device)
     assert guard.keywords == () and any(watched is model.items for watched in guard.attributes._watched)
 
 
+def test_what_only_collectives_need_costs_steady_calls_nothing(transform, device):
+    """Thunder asks in each ``reshape`` whether PyTorch has collectives, which is no communication."""
+    model = Sums(lambda x, items: torch.tanh(x.reshape(-1)).reshape(x.shape)).to(device).eval().requires_grad_(False)
+    eager, jitted, x = (
+        copy.deepcopy(model),
+        thunder.jit(model, transforms=[transform()]),
+        torch.randn(2, 4, device=device),
+    )
+    for _ in range(4):
+        same(jitted(x), eager(x))
+    assert fast_path_calls(jitted) == 2
+    assert jitted._forward_fn._certain()[0]._guard.keywords == ()
+
+
 def test_changes_of_containers_are_said(transform, device, caplog):
     def remembers(x, seen, known):
         y = torch.tanh(torch.sin(x))

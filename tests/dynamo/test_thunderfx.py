@@ -24,8 +24,10 @@ from thunder_cg import OptionError, cudagraph_transform, explain, graphed_step, 
 from thunder_cg.compat.dynamo import _condition
 from thunder_cg.compat.fx import DataDependentOutputException, dtype_of_casts
 from thunder_cg.compat.guards import attribute_writes_are_reported
+from thunder_cg.dynamo.compiler import _called_directly
 from thunder_cg.dynamo.own_symbols import trace_multi_head_attention
 from thunder_cg.errors import NotCompiledError, SkipReason, TransformConflictError
+from thunder_cg.report.programs import jitted_parts
 
 logger = logging.getLogger("a model")
 
@@ -70,6 +72,57 @@ def test_the_signature_is_that_of_what_was_compiled(backend):
     model = Fallbacks()
     assert inspect.signature(thunderfx(model, backend=backend)) == inspect.signature(model.forward)
     assert inspect.signature(thunderfx(model.forward, backend=backend)) == inspect.signature(model.forward)
+
+
+def test_steady_calls_check_arguments_alone(pair, device):
+    """Not what each graph of Dynamo's has, nor what Thunder reads of PyTorch where it traces a ``reshape``."""
+    _, _, model, compiled = pair(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Unflatten(1, (2, 2))))
+    with torch.no_grad():
+        for _ in range(4):
+            same(compiled(x := torch.randn(2, 4, device=device)), model(x))
+    (jitted,) = jitted_parts(compiled._backend)
+    assert jitted._forward_fn._certain()[0]._guard.keywords == ()
+
+
+@pytest.mark.parametrize("how", ["one result", "several results"])
+def test_the_only_piece_of_a_graph_is_called_directly(how, pair, device, monkeypatch):
+    """Not through the modules of FX, each of which passes on all parameters."""
+
+    class Model(nn.Linear):
+        def forward(self, x):
+            y = torch.tanh(super().forward(x))
+            return y if how == "one result" else (y, y.sin())
+
+    _, _, model, compiled = pair(Model(4, 4))
+    with torch.no_grad():
+        for _ in range(4):
+            same(compiled(x := torch.randn(2, 4, device=device)), model(x))
+        monkeypatch.setattr(torch.fx.graph_module._WrappedCall, "__call__", None)
+        same(compiled(x), model(x))
+
+
+@pytest.mark.parametrize("how", ["returns an input", "does more", "swaps results", "leaves out an input"])
+def test_a_graph_around_a_piece(how):
+    """It is called itself where it does more than to call its piece with its inputs."""
+
+    def piece(x, y):
+        return x + 1, y * 2
+
+    graph, root = torch.fx.Graph(), nn.Module()
+    root.piece = thunder.jit(torch.fx.symbolic_trace(piece))
+    x, y, z = map(graph.placeholder, "xyz")
+    call = graph.call_module("piece", (y, x))
+    items = [graph.call_function(operator.getitem, (call, i)) for i in range(2)]
+    if how == "does more":
+        graph.call_function(torch.neg, (z,))
+    if how == "swaps results":
+        items.reverse()
+    graph.output((*items, x) if how == "returns an input" else (*items,))
+    whole = torch.fx.GraphModule(root, graph)
+    inputs = torch.randn(3, 2)
+    is_direct = how == "leaves out an input"
+    assert (_called_directly(whole) is not whole) is is_direct
+    same(_called_directly(whole)(*inputs), whole(*inputs))
 
 
 @pytest.mark.nightly

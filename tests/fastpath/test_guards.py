@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,12 @@ class Act(nn.Module):
         return torch.tanh(x * self.slope) + self.slope
 
 
+@dataclass
+class Options:
+    power: float = 2.0
+    clips: bool = False
+
+
 class Model(nn.Module):
     """Reads whatever a prologue can check."""
 
@@ -45,6 +52,7 @@ class Model(nn.Module):
         self.scale = 2.0
         self.sizes = (1.0, (2.0, 3.0))
         self.table = {"a": [1.0, 2.0]}
+        self.options = Options()
         self.register_buffer("shift", torch.ones(4))
         self.unused = nn.Parameter(torch.zeros(3))
 
@@ -56,6 +64,7 @@ class Model(nn.Module):
         x = self.conv(self.first(x)[:, None])[:, 0]
         x = self.act(self.drop(x)) * self.factor + self.shift
         x = x * self.sizes[1][0] + self.table["a"][1] * self.unused.shape[0]
+        x = x.clamp(-1, 1) if self.options.clips else x * self.options.power
         return torch.relu(x) * k + y.shape[0] if z is None else x * z
 
 
@@ -80,16 +89,16 @@ def item(owner: Any, key: Any, value: Any):
 
 
 @contextmanager
-def class_attribute(key: str, value: Any):
-    old = vars(Model).get(key)
-    setattr(Model, key, value)
+def class_attribute(key: str, value: Any, kind: type = Model):
+    old = vars(kind).get(key)
+    setattr(kind, key, value)
     try:
         yield
     finally:
         if old is None:
-            delattr(Model, key)
+            delattr(kind, key)
         else:
-            setattr(Model, key, old)
+            setattr(kind, key, old)
 
 
 @contextmanager
@@ -201,6 +210,9 @@ SURROUNDINGS = {
     "mode of a submodule": lambda m: setting(m._model.drop, "training", not m._model.drop.training),
     "tuple": lambda m: setting(m._model, "sizes", (1.0, (5.0, 3.0))),
     "item of a list in a dictionary": lambda m: item(m._model.table["a"], 1, 9.0),
+    "attribute of an object": lambda m: setting(m._model.options, "power", 3.0),
+    "another object": lambda m: setting(m._model, "options", Options(power=4.0)),
+    "class attribute over that of an object": lambda m: class_attribute("clips", property(lambda self: True), Options),
     "class attribute": lambda m: class_attribute("gain", 1.5),
     "class attribute over the object's": lambda m: class_attribute("scale", property(lambda self: 6.0)),
     "property": lambda m: class_attribute("factor", property(lambda self: 5.0)),
@@ -333,6 +345,24 @@ def test_what_fails_after_the_launch_is_checked_before_it_from_then_on(twins, de
         graphed(x, x.clone(), k=1.0)
         graphed._model.act.slope = slope
         assert not recording.may_launch_early and call() == 1
+
+
+class Configured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.options = Options()
+
+    def forward(self, x):
+        return torch.tanh(x.clamp(-1, 1) if self.options.clips else x * self.options.power)
+
+
+def test_attributes_of_objects_cost_steady_calls_nothing(twins, device):
+    with torch.no_grad():
+        plain, graphed = twins(Configured())
+        for x in torch.randn(4, 4, 4, device=device):
+            same(plain(x), graphed(x))
+    assert fast_path_calls(graphed) == 2
+    assert graphed._forward_fn._certain()[0]._guard.keywords == ()
 
 
 def establish(plain, graphed, device):

@@ -61,12 +61,14 @@ CONSTANTS = (
 )
 _OF_MODULES = frozenset(dir(torch.nn.Module()))  # which Thunder reads and writes in ways of its own
 _OF_TORCH = {id(each) for each in vars(torch.nn.modules.module).values() if isinstance(each, _CONTAINERS)}  # hooks
+_OF_TORCH.add(id(torch.types.py_sym_types))  # which Thunder looks through in each reshape
 _CLOCKS = frozenset({"now", "today", "utcnow", *(name for name in vars(time) if "time" in name or "counter" in name)})
 _GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "warn": 30, "error": 40, "exception": 40, "critical": 50, "log": 0}
 _LOGS = {vars(logging.Logger)[name]: level for name, level in _LEVELS.items()}  # methods that log, and their levels
 _READING = {"__copy__", "fromkeys"}.union(*map(dir, (tuple, frozenset, MappingProxyType))) - {"__ior__"}
 _CHANGING = frozenset().union(*map(dir, (list, dict, set, deque))) - _READING  # names of methods
+_is_built = torch.distributed.is_available  # which Thunder asks itself in each reshape: it says nothing of any group
 _populate: Callable[[WrappedValue], None] = interpreter.populate_item_wrappers
 _look_aside = InterpreterCompileCtx.lookaside
 _compare = interpreter._default_opcode_handler_map["COMPARE_OP"]
@@ -412,7 +414,8 @@ def _look_aside_and_check(self: InterpreterCompileCtx, fn: Any, /, *args: Any, *
         _check_method(fn, *args)
     elif (name := _called_once(fn, *map(interpreter.unwrap, args[:1]))) is not None and is_ours(_compile_data.get()[0]):
         note_call(name)
-    if str(getattr(fn, "__module__", None)).startswith("torch.distributed") and is_ours(_compile_data.get()[0]):
+    is_of_groups = str(getattr(fn, "__module__", None)).startswith("torch.distributed") and fn is not _is_built
+    if is_of_groups and is_ours(_compile_data.get()[0]):
         while _of_groups():
             _of_groups().pop()()
     if isinstance(fn, FunctionType) and fn in _LOGS and is_ours(_compile_data.get()[0]):

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import signature
+from operator import getitem
 from traceback import FrameSummary
 from typing import Any
 from unittest.mock import patch
@@ -30,7 +31,7 @@ from thunder_cg.compat.fx import compute_without_inference_mode, is_collective
 from thunder_cg.compat.lines import is_torchs
 from thunder_cg.compat.operators import library_names
 from thunder_cg.compat.splitter import keeping_fallbacks
-from thunder_cg.compat.thunder import owns_regions
+from thunder_cg.compat.thunder import ThunderModule, owns_regions
 from thunder_cg.dynamo.fallbacks import objections
 from thunder_cg.dynamo.layouts import keeping_layouts
 from thunder_cg.dynamo.nodes import copied
@@ -113,7 +114,7 @@ class Compiler(ThunderCompiler):
                 problem = f"runs eagerly, as Inductor got it and no trace has it: {outside.reason}"
                 fix = outside.fix or "use an operator that Thunder traces"
                 raise CaptureError(where, problem, fix, option='strict="ops"')
-        return put_back(module if only_views else compiled)
+        return put_back(module if only_views else _called_directly(compiled))
 
     def note_dynamos_failure(self, error: Exception, stack: Sequence[FrameSummary]) -> None:
         """Keeps what Dynamo raised before it had a graph."""
@@ -162,6 +163,31 @@ class Compiler(ThunderCompiler):
 
 def _as_it_is(compiled: Any) -> Any:
     return compiled
+
+
+def _called_directly(whole: GraphModule) -> Callable[..., Any]:
+    """What calls the only piece of a split graph, if Thunder has compiled it; else the graph.
+
+    Each module on the way to a piece has several functions pass on all inputs, which may be hundreds of parameters.
+    """
+    *nodes, output = whole.graph.nodes
+    inputs, rest = ([node for node in nodes if (node.op == "placeholder") is yes] for yes in (True, False))
+    call, *items = rest or [output]
+    piece: Any = whole.get_submodule(call.target) if call.op == "call_module" else None
+    if not isinstance(piece, ThunderModule) or call.kwargs or not all(arg in inputs for arg in call.args):
+        return whole
+    order = [inputs.index(arg) for arg in call.args]
+    is_in_order = order == [*range(len(inputs))]
+
+    def results_of(args: Sequence[Any]) -> Any:
+        return piece(*(args if is_in_order else [args[i] for i in order]))  # which runs its hooks
+
+    if output.args[0] == (call,) and not items:
+        return lambda *args: (results_of(args),)
+    if output.args[0] != tuple(items) or any(item.target is not getitem or item.args[0] is not call for item in items):
+        return whole
+    places = [item.args[1] for item in items]
+    return lambda *args: tuple(map(results_of(args).__getitem__, places))
 
 
 def _line_of_operator(module: GraphModule, message: str) -> list[SourceLine]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -17,16 +18,16 @@ from thunder_cg.compat.compiled import (
     original_module,
 )
 from thunder_cg.compat.containers import CONSTANTS, check_group, check_length
-from thunder_cg.compat.guards import dictionary_of, module_dictionaries
+from thunder_cg.compat.guards import dictionary_of, module_dictionaries, names_of
 from thunder_cg.compat.settings import without_torch_functions
 from thunder_cg.compat.thunder import BoundSymbol, PrimIDs, ThunderModule, from_trace, prims, tracectx, tree_flatten
 from thunder_cg.executor import executor
 from thunder_cg.fastpath.prologue import Lookup, Metadata, PrologueChecks, unused_name
 from thunder_cg.fastpath.state import MISS, AttributeGuard, GlobalStateGuard, ParameterCache, Unsupported, getter
+from thunder_cg.runtime.tensors import addresses
 
 _LITERALS = (bool, int, float, complex, str, *CONSTANTS)
 _FLAT = {*_LITERALS, torch.nn.Parameter, torch.Tensor}  # types of arguments that are no containers
-_storage_of, _address_of = torch.Tensor.untyped_storage, torch.UntypedStorage.data_ptr
 
 
 class PrologueGuard:
@@ -125,13 +126,13 @@ class PrologueGuard:
         fixed = {self.place[name] for name in static}
         arguments = range(self.positional + len(self.keywords or ()))
         tensors = [i for i in arguments if type(values[i]) is torch.Tensor and values[i].layout is torch.strided]
-        where = {*_addresses(values[i] for i in tensors if i in fixed)}
+        where = {*addresses(values[i] for i in tensors if i in fixed)}
         others = [i for i in tensors if i not in fixed]
         pick, count = getter(others), len(others)
 
         def are_apart(values: list[Any]) -> bool:
             with without_torch_functions():
-                found = {*_addresses(pick(values))}
+                found = {*addresses(pick(values))}
             return len(found) == count and where.isdisjoint(found)
 
         return are_apart
@@ -147,8 +148,8 @@ def _nothing_is_shared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether no two tensors among the arguments share memory."""
     if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
         return True
-    _, addresses = _memory((*args, *kwargs.values()), {})  # in whatever order
-    return len(set(addresses)) == len(addresses)
+    _, found = _memory((*args, *kwargs.values()), {})  # in whatever order
+    return len(set(found)) == len(found)
 
 
 def _shares(expected: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -164,11 +165,7 @@ def _memory(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[int], l
     leaves = tree_flatten((args, kwargs))[0] if kwargs or not _FLAT.issuperset(map(type, args)) else args
     with without_torch_functions():  # a default device takes longer than what it looks at
         places = [i for i, leaf in enumerate(leaves) if type(leaf) is torch.Tensor and leaf.layout is torch.strided]
-        return places, _addresses(map(leaves.__getitem__, places))
-
-
-def _addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
-    return [*map(_address_of, map(_storage_of, tensors))]
+        return places, addresses(map(leaves.__getitem__, places))
 
 
 class _ModuleChecks:
@@ -178,6 +175,7 @@ class _ModuleChecks:
         self._module = module
         self._checks = checks
         self._modules: dict[str, torch.nn.Module] = {}
+        self._objects: dict[str, Any] = {}  # others, that are attributes of what is watched
         self._watched: dict[int, Any] = {}
         self._literals: set[str] = set()  # values that change only together with what is watched
         self._containers: dict[str, Any] = {}  # lists and dicts that can be replaced only together with it
@@ -212,38 +210,44 @@ class _ModuleChecks:
             module = module_cache(self._module).get(lookup.key)
             if module is not None:  # otherwise it is looked up at each call, and may be another one then
                 self._modules[name] = module
-        elif prim is PrimIDs.UNPACK_ATTR and owner in self._modules:
-            value = self._watched_attribute(self._modules[owner], lookup.key)
+        elif prim is PrimIDs.UNPACK_ATTR and owner in (owners := {**self._objects, **self._modules}):
+            value = self._watched_attribute(owners[owner], lookup.key)
             if _is_literal(value):
                 self._literals.add(name)
             elif type(value) in (list, dict):
                 self._containers[name] = value
+            elif value is not MISS:
+                self._objects[name] = value
         elif prim is PrimIDs.UNPACK_GETITEM and owner is not None:
             inputs = {proxy.name for proxy in lookup.symbol.flat_proxy_args}
             if inputs <= self._literals:
                 self._literals.add(name)
 
-    def _watched_attribute(self, module: Any, key: str) -> Any:
-        """An attribute that changes only by a write to one of the module's dictionaries, which are watched from now on.
+    def _watched_attribute(self, owner: Any, key: str) -> Any:
+        """An attribute that changes only by a write to one of the owner's dictionaries, which are watched from now on.
 
         Returns:
             the attribute; `MISS` if it may be another one without such a write.
         """
-        if isinstance(module, ThunderModule):
-            self._watch(module)
-            if key in vars(module) or hasattr(ThunderModule, key):
+        if isinstance(owner, ThunderModule):
+            self._watch(owner)
+            if key in vars(owner) or hasattr(ThunderModule, key):
                 return MISS
-            module = original_module(module)
-        kind: Any = type(module)
-        if hasattr(kind, key) or kind.__getattribute__ is not object.__getattribute__:
+            owner = original_module(owner)
+        kind: Any = type(owner)
+        of_class = inspect.getattr_static(kind, key, MISS)  # such as a default of a dataclass, or a property
+        is_data_descriptor = hasattr(type(of_class), "__set__") or hasattr(type(of_class), "__delete__")
+        own = names_of(owner)
+        if is_data_descriptor or not own or kind.__getattribute__ is not object.__getattribute__:
             return MISS
-        self._watch(module)
-        for dictionary in module_dictionaries(module)[:3]:  # no children
-            if dictionary is not vars(module):
+        self._watch(owner)
+        is_modules = isinstance(owner, torch.nn.Module) and of_class is MISS
+        for dictionary in module_dictionaries(owner)[:3] if is_modules else (own,):  # no children
+            if dictionary is not own:
                 self._watch(dictionary)
             if key in dictionary:
                 return dictionary[key]
-        return MISS
+        return MISS if hasattr(type(of_class), "__get__") else of_class
 
     def _watch_container(self, check: BoundSymbol) -> None:
         """Has the list or dict of an attribute watched, if the check needs only the length of a list."""

@@ -9,7 +9,10 @@ import torch
 
 from thunder_cg.compat.guards import addresses_equal, tensor_guards
 from thunder_cg.compat.settings import Settings, kernel_settings
-from thunder_cg.runtime.tensors import ALIGNMENT, address
+from thunder_cg.compat.tensors import is_zero_tensor
+from thunder_cg.runtime.tensors import ALIGNMENT, address, addresses
+
+_address_of = torch.Tensor.data_ptr
 
 
 class Guard:
@@ -40,6 +43,7 @@ class Guard:
         self.static = list(static)
         self.addresses = [t.data_ptr() if t is not None and i in fixed else None for i, t in enumerate(tensors)]
         self.aligned = [(i, t.data_ptr() % ALIGNMENT) for i, t in present if i not in fixed]
+        self._movable, self._rests = [i for i, _ in self.aligned], [rest for _, rest in self.aligned]
         self._overlap = OverlapGuard(tensors, fixed, written) if written else None
         self._leaves = [(i, t.is_leaf) for i, t in present if i in written and t.requires_grad]
         self.settings = settings
@@ -54,9 +58,8 @@ class Guard:
                 unique and not self.metadata.check(*unique)  # before a sparse tensor is asked for its address
             ):
                 return False
-            for i, rest in self.aligned:
-                if tensors[i].data_ptr() % ALIGNMENT != rest:
-                    return False
+            if [at % ALIGNMENT for at in map(_address_of, [tensors[i] for i in self._movable])] != self._rests:
+                return False
             for i, j in self._same:
                 if tensors[i] is not tensors[j]:
                     return False
@@ -88,24 +91,18 @@ class OverlapGuard:
     """Which memory the inputs that are copied must not share."""
 
     def __init__(self, tensors: Sequence[torch.Tensor | None], static: Set[int], written: frozenset[int]) -> None:
-        self._copied, self._written = [i for i in range(len(tensors)) if i not in static], written
+        copied = [i for i, t in enumerate(tensors) if i not in static and t is not None and not is_zero_tensor(t)]
+        self._written, self._read = [i for i in copied if i in written], [i for i in copied if i not in written]
         self._static_all = {address(tensors[i]) for i in static} - {0}  # where their storages begin
         self._static_written = {address(tensors[i]) for i in static & written} - {0}
 
-    def admits(self, tensors: Sequence[torch.Tensor | None]) -> bool:
+    def admits(self, tensors: Sequence[Any]) -> bool:
         """Whether no written input shares memory with another input, unless both are static."""
-        read: set[int] = set()
-        wrote: set[int] = set()
-        for i in self._copied:
-            at = address(tensors[i])
-            if not at:
-                continue
-            if i in self._written:
-                if at in wrote or at in read or at in self._static_all:
-                    return False
-                wrote.add(at)
-            elif at in wrote or at in self._static_written:
-                return False
-            else:
-                read.add(at)
-        return True
+        written = [*filter(None, addresses([tensors[i] for i in self._written]))]
+        wrote, read = {*written}, {*addresses([tensors[i] for i in self._read])}
+        return (
+            len(wrote) == len(written)
+            and wrote.isdisjoint(read)
+            and wrote.isdisjoint(self._static_all)
+            and read.isdisjoint(self._static_written)
+        )

@@ -47,6 +47,9 @@ class RegionGraph:
         back = [each for each in copied if each.arg in written]
         self._copied_back = tuple(each for each in back if is_whole(each.buffer))  # by the graph
         self._copied_after = tuple(each for each in back if not is_whole(each.buffer))  # by operators
+        self._back = [each.arg for each in self._copied_back]
+        self._is_flat = any(each.is_flat for each in copied)
+        self.copied_args = [each.arg for each in copied]  # the arguments that are copied in
         self.targets = [each.target for each in copied]
         self.nbytes_in = sum(t.numel() * t.element_size() for t in self.targets)
         self.buffer_nbytes = sum(each.buffer.untyped_storage().nbytes() for each in copied)  # of the pool
@@ -54,9 +57,8 @@ class RegionGraph:
     @property
     def is_simple(self) -> bool:
         """Whether a replay copies arguments in, runs, and copies results out, and nothing else."""
-        flat = any(each.is_flat for each in self._copied)
         back = self._copied_back or self._copied_after
-        return self.outputs.is_plain and not (back or self.touched or flat)
+        return self.outputs.is_plain and not (back or self.touched or self._is_flat)
 
     def sources(self) -> list[torch.Tensor]:
         """The memory that the graph copies out: of results, and of arguments that it has written."""
@@ -67,18 +69,18 @@ class RegionGraph:
         written = (each.target for each in (*self._copied_back, *self._copied_after))
         return self.outputs.nbytes + sum(t.numel() * t.element_size() for t in written)
 
-    @property
-    def copied_args(self) -> list[int]:
-        """The arguments that are copied in."""
-        return [each.arg for each in self._copied]
-
     def admits(self, args: Sequence[Any]) -> bool:
         """Whether the arguments that eager operators made are what was captured."""
         return self.guard is None or self.guard.holds([args[i] for i in self.guarded])
 
     def copy_in(self, args: Sequence[Any]) -> None:
         """Copies what has to be copied to where the graph reads it, for a capture."""
-        copy_all(self.targets, [each.source(args) for each in self._copied])
+        copy_all(self.targets, self._sources(args))
+
+    def _sources(self, args: Sequence[Any]) -> list[torch.Tensor]:
+        if self._is_flat:
+            return [each.source(args) for each in self._copied]
+        return [args[i] for i in self.copied_args]
 
     def replay(self, args: Sequence[Any]) -> list[Any]:
         """Copies in, runs, copies out and back what the region wrote, and hands out the results.
@@ -88,8 +90,8 @@ class RegionGraph:
         """
         results = self.fixed.copy()
         try:
-            targets = [*self.outputs.allocate(results), *(args[each.arg].data for each in self._copied_back)]
-            sources = [each.source(args) for each in self._copied]
+            targets = [*self.outputs.allocate(results), *[args[i] for i in self._back]]
+            sources = self._sources(args)
         except Exception as error:
             raise ReplayRefused(error) from error
         try:

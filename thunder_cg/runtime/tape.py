@@ -435,6 +435,7 @@ class TapeGraph:
         with torch.no_grad(), operators.below_autocast(), disable_dispatch_modes():
             _poison(self.memory_made_later().values())  # on a GPU, it may be memory that this graph used and gave back
             try:
+                targets = [each.data for each in targets]  # versions of what the caller owns advance as in a trace
                 copy_all(self.buffers, sources)
             except Exception as error:
                 raise ReplayRefused(error) from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,11 +10,17 @@ import torch
 from thunder_cg.compat.tensors import copy_all_, is_zero_tensor, may_overlap_itself, read_as
 
 ALIGNMENT = 16  # bytes: kernels choose vector widths by the alignment of their operands, and so the order of a sum
+_storage_of, _address_of = torch.Tensor.untyped_storage, torch.UntypedStorage.data_ptr
 
 
 def address(tensor: torch.Tensor | None) -> int:
     """Where the tensor's storage begins; 0 if it has no memory, as the derivative of `torch.sgn` has none."""
     return 0 if tensor is None or is_zero_tensor(tensor) else tensor.untyped_storage().data_ptr()
+
+
+def addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """`address` of tensors, none of which is such a derivative."""
+    return [*map(_address_of, map(_storage_of, tensors))]
 
 
 def pointer(tensor: torch.Tensor) -> int:

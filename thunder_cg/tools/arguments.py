@@ -93,10 +93,10 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 
 def add_rows(parser: argparse.ArgumentParser) -> None:
-    """The arguments of a tool that measures each row of a model in a process of its own."""
+    """The arguments of a tool that measures the rows of models in processes of their own."""
     add = parser.add_argument
     add("--only", nargs="+", default=("",), metavar="TEXT", help="the models that have one of these in their names")
-    add("--jobs", type=positive, default=JOBS, metavar="N", help="rows that are prepared at once (default: CPUs / 2)")
+    add("--jobs", type=positive, default=JOBS, metavar="N", help="processes that prepare at once (default: CPUs / 2)")
     add("--timeout", type=positive, default=600, metavar="S", help="seconds to prepare a row (default: 600)")
     add("--json", type=Path, metavar="FILE", help="write the rows there; those of other models stay")
 

@@ -232,7 +232,7 @@ class Workers(Generic[T]):
         others, begin = [other for other in self._workers if other.busy], time.monotonic()
         for other in others:
             other.signal(signal.SIGSTOP)
-        worker.waits, worker.deadline = False, begin + self._timeout
+        worker.waits, worker.deadline, worker.stage_began = False, begin + self._timeout, begin
         worker.send("go")
         try:
             while worker.busy:
@@ -241,6 +241,7 @@ class Workers(Generic[T]):
             taken = time.monotonic() - begin
             for other in others:
                 other.deadline += taken
+                other.stage_began += taken
                 other.stood_still.value += taken
                 other.signal(signal.SIGCONT)
 

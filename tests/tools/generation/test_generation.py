@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from thunder_cg.report.rules import RESULTS
+from thunder_cg.tools.bench.variants import THUNDER_OWN
 from thunder_cg.tools.generation.__main__ import main
-from thunder_cg.tools.generation.measure import EAGER, OURS, REDUCE_OVERHEAD, THUNDER, GenerationRow
-from thunder_cg.tools.generation.models import MODELS
+from thunder_cg.tools.generation.measure import (
+    EAGER,
+    OURS,
+    REDUCE_OVERHEAD,
+    ROUNDS,
+    THUNDER,
+    VARIANTS,
+    WARM_UPS,
+    GenerationRow,
+    measure,
+)
+from thunder_cg.tools.generation.models import LITGPT, MODELS, GeneratingModel
 from thunder_cg.tools.generation.results import GenerationResults, differ, markdown
 from thunder_cg.tools.generation.run import run
-from thunder_cg.tools.suite.catalogue import CatalogueSettings
+from thunder_cg.tools.suite.catalogue import CatalogueSettings, RowTask, measure_all
+from thunder_cg.tools.suite.measure import make_model
+from thunder_cg.tools.workers import Supervisor
 
 CPU = torch.device("cpu")
 
@@ -42,6 +57,64 @@ def test_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not any(each.eager for each in rows)
     assert len(digests) == 1 and digests != {""}, "all variants generate the same tokens"
     assert json.loads(file.read_text())["environment"]["torch"] == torch.__version__
+
+
+def test_variants_take_turns() -> None:
+    """All generate from the same prompts, and each begins a round."""
+    seen: list[tuple[str, list[int]]] = []
+
+    def generate(variant: str, prompt: Tensor, new: int) -> Tensor:
+        seen.append((variant, prompt.tolist()))
+        return prompt.repeat(1, 2)
+
+    at_work: list[str] = []
+    entry = GeneratingModel("Net", LITGPT, lambda tiny: nn.Identity(), lambda *_: at_work[-1], generate)
+    turns: list[int] = []
+    rows = measure(entry, VARIANTS, CPU, at_work.append, lambda: turns.append(len(seen)))
+    assert [each.variant for each in rows][:2] == [REDUCE_OVERHEAD, THUNDER_OWN]
+    assert turns == [WARM_UPS * len(VARIANTS)], "all are prepared before the first is timed"
+    rounds = [seen[i : i + len(VARIANTS)] for i in range(turns[0], len(seen), len(VARIANTS))]
+    assert len(rounds) == ROUNDS and {first for (first, _), *_ in rounds} == {*VARIANTS}
+    for turn in rounds:
+        assert {variant for variant, _ in turn} == {*VARIANTS}
+        assert all(prompt == turn[0][1] for _, prompt in turn)
+    assert len({each.digest for each in rows}) == 1
+    assert at_work[len(VARIANTS) : -len(VARIANTS)] == [variant for turn in rounds for variant, _ in turn]
+
+
+def test_models_of_litgpt_generate_greedily() -> None:
+    """With its default of `top_p`, LitGPT draws tokens at a temperature of 0, too."""
+    pytest.importorskip("litgpt")
+    entry = MODELS["pythia-160m, LitGPT"]
+    model, prompt = make_model(entry.make, CPU, 0), torch.tensor([[3, 4]])
+    with torch.no_grad():
+        logits = model(prompt)
+    assert entry.generate(model, prompt, 1).tolist() == [[3, 4, int(logits[0, -1].argmax())]]
+
+
+def work(task: RowTask, supervisor: Supervisor) -> None:
+    for variant in task.ways:
+        supervisor.report(variant)
+        if variant == THUNDER_OWN:
+            raise RuntimeError("a capture fails")
+    supervisor.report(task.ways[0])
+    if task.ways[0] == REDUCE_OVERHEAD:
+        os._exit(3)
+    supervisor.send_result([row(variant, digest=str(os.getpid())) for variant in task.ways])
+
+
+@pytest.mark.usefixtures("forked_workers")
+def test_a_variant_that_fails_leaves_the_others() -> None:
+    """They are measured together, in a process in which none has failed."""
+    task = RowTask("no catalogue", "Net", (REDUCE_OVERHEAD, THUNDER_OWN, EAGER, OURS), CPU, 100.0)
+    rows = [*measure_all([task], work, lambda task, variant: row(variant), 1)]
+    assert [(each.variant, each.failure) for each in rows] == [
+        (THUNDER_OWN, "RuntimeError: a capture fails"),
+        (REDUCE_OVERHEAD, f"the process ended with status 3, {REDUCE_OVERHEAD}"),
+        (EAGER, ""),
+        (OURS, ""),
+    ]
+    assert rows[2].digest == rows[3].digest != ""
 
 
 def test_other_tokens_are_an_exit_status() -> None:

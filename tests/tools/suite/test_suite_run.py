@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[3]
 def measured(
     *names: str, mode: str = FORWARD, device: torch.device = CPU, timeout: float = 300.0
 ) -> dict[str, SuiteRow]:
-    tasks = [RowTask("suite_models", name, mode, device) for name in names]
-    return {task.model: row for task, row in measure_all(tasks, work, no_row, 3, timeout)}
+    tasks = [RowTask("suite_models", name, (mode,), device, timeout) for name in names]
+    return {row.model: row for row in measure_all(tasks, work, no_row, 3)}
 
 
 @pytest.mark.nightly
@@ -69,7 +69,7 @@ def test_the_suite_runs(net: SuiteRow, tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_a_difference_is_an_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = SuiteRow("Net", "tests", FORWARD, agrees="no: output 0 of step 2, by up to 1")
-    monkeypatch.setattr(catalogue, "measure_all", lambda tasks, *_: iter([(tasks[0], wrong)]))
+    monkeypatch.setattr(catalogue, "measure_all", lambda tasks, *_: iter([wrong]))
     assert run(CatalogueSettings(CPU, "suite_models", ("Net",))) == 1
 
 

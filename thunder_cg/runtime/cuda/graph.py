@@ -152,7 +152,7 @@ class CudaGraph:
         except Exception as error:
             raise ReplayRefused(error) from error
         if self._copied_after:
-            copy_all(targets[self.copied_out :], self._copied_after)
+            copy_all([each.data for each in targets[self.copied_out :]], self._copied_after)
 
     def _launch(self) -> None:
         if self._launcher is not None:

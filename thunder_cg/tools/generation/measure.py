@@ -1,4 +1,4 @@
-"""Measures one model in one variant."""
+"""Measures all variants of a model in one process, in turns: only ratios within one run count."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from thunder.transforms.cudagraph import CUDAGraphTransform
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from thunder_cg.compat.torch_compile import forget_dynamic_sizes, keep_cublas_workspaces
 from thunder_cg.kernels import executors
 from thunder_cg.report.report import explain
 from thunder_cg.tools.bench.variants import EAGER, OURS, OURS_FUSED, REDUCE_OVERHEAD, THUNDER, THUNDER_OWN
 from thunder_cg.tools.generation.models import LITGPT, Compile, GeneratingModel
-from thunder_cg.tools.measuring import backend_of, synchronize
+from thunder_cg.tools.measuring import backend_of, free_memory, frozen_objects, synchronize
 from thunder_cg.tools.suite.language import vocabulary
 from thunder_cg.tools.suite.measure import make_model
+from thunder_cg.tools.workers import working_time
 from thunder_cg.transform import cudagraph_transform
 
 VARIANTS = (EAGER, THUNDER, THUNDER_OWN, REDUCE_OVERHEAD, OURS, OURS_FUSED)
@@ -32,7 +34,7 @@ SEED = 5
 PROMPT = 16  # tokens
 NEW = {"cuda": 128, "cpu": 8}  # tokens after it
 WARM_UPS = 3  # generations that compile, warm up and capture prompt and token
-ROUNDS = 5
+ROUNDS = 7  # turns of each variant
 
 
 @dataclass(slots=True)
@@ -62,41 +64,87 @@ class GenerationRow:
     eager: str = ""
 
 
+class _PreparedVariant:
+    """One variant of a model, which has compiled, warmed up and captured, and what it generates in its turns."""
+
+    def __init__(self, entry: GeneratingModel, variant: str, device: torch.device, prompts: Sequence[Tensor]) -> None:
+        self._row = GenerationRow(entry.name, entry.package, variant, entry.batch)
+        self._device, self._new = device, NEW[device.type]
+        self._seconds, self._found = list[float](), list[Tensor]()
+        forget_dynamic_sizes()  # else sizes that varied in another variant are dynamic from the start
+        self._generate, self._compiled = _prepared(entry, variant, device, self._new)
+        start = working_time()
+        self._generate(prompts[0])
+        synchronize(device)
+        self._row.first_s = working_time() - start
+        for prompt in prompts[1:]:
+            self._generate(prompt)
+        free_memory(device)
+
+    @property
+    def variant(self) -> str:
+        return self._row.variant
+
+    def turn(self, prompt: Tensor) -> None:
+        gc.collect()
+        synchronize(self._device)
+        start = time.perf_counter()
+        self._found.append(self._generate(prompt))
+        synchronize(self._device)
+        self._seconds.append(time.perf_counter() - start)
+
+    def row(self, prompt: Tensor) -> GenerationRow:
+        """After all turns, because a profiler slows down what runs after it."""
+        row, graphs = self._row, self.variant in (OURS, OURS_FUSED)
+        row.digest = hashlib.sha256(b"".join(tokens.cpu().numpy().tobytes() for tokens in self._found)).hexdigest()[:16]
+        row.eager = "; ".join(_eager(self._compiled)) if graphs else ""
+        if self._device.type == "cuda":
+            row.tokens_per_second = row.batch * self._new / median(self._seconds)
+            if graphs:  # other variants launch so much that its analysis takes minutes
+                row.launches = _launches(lambda: self._generate(prompt)) / self._new
+        return row
+
+
 def measure(
-    entry: GeneratingModel, variant: str, device: torch.device, ready: Callable[[GenerationRow], None]
-) -> GenerationRow:
-    """The row of a model in a variant.
+    entry: GeneratingModel,
+    variants: Sequence[str],
+    device: torch.device,
+    begins: Callable[[str], None],
+    ready: Callable[[], None],
+) -> list[GenerationRow]:
+    """The rows of a model, whose variants take turns: each generates from the same prompts, one in a round.
 
     Args:
-        ready: called with the row so far, before the timing. It returns when nothing else runs on the machine.
+        begins: called with the name of the variant that is at work from now on. What is raised is its failure.
+        ready: called once all variants are prepared. It returns when nothing else runs on the machine.
     """
-    row, new = GenerationRow(entry.name, entry.package, variant, entry.batch), NEW[device.type]
-    generate, compiled = _prepared(entry, variant, device, new)
     torch.manual_seed(SEED)
     words, shape = vocabulary(device.type == "cpu"), (entry.batch, PROMPT)
     prompts = [torch.randint(3, words, shape).to(device) for _ in range(WARM_UPS + ROUNDS)]
-    start = time.perf_counter()
-    generate(prompts[0])
-    synchronize(device)
-    row.first_s = time.perf_counter() - start
-    for prompt in prompts[1:WARM_UPS]:
-        generate(prompt)
-    ready(row)
-    seconds, found = [], []
-    for prompt in prompts[WARM_UPS:]:
-        gc.collect()
-        synchronize(device)
-        start = time.perf_counter()
-        found.append(generate(prompt))
-        synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    row.digest = hashlib.sha256(b"".join(tokens.cpu().numpy().tobytes() for tokens in found)).hexdigest()[:16]
-    row.eager = "; ".join(_eager(compiled)) if variant in (OURS, OURS_FUSED) else ""
-    if device.type == "cuda":
-        row.tokens_per_second = entry.batch * new / median(seconds)
-        if variant in (OURS, OURS_FUSED):  # other variants launch so much that its analysis takes minutes
-            row.launches = _launches(lambda: generate(prompts[-1])) / new
-    return row
+    prepared: list[_PreparedVariant] = []
+
+    def prepare(names: Sequence[str]) -> None:
+        for name in names:
+            begins(name)
+            prepared.append(_PreparedVariant(entry, name, device, prompts[:WARM_UPS]))
+
+    # Inductor frees all cuBLAS workspaces when it records a graph, but graphs of other variants write to theirs.
+    prepare([name for name in variants if name == REDUCE_OVERHEAD])
+    with keep_cublas_workspaces():
+        # What is likely to fail comes early, because the others are then prepared again, in another process.
+        prepare(sorted({*variants} - {REDUCE_OVERHEAD}, key=lambda name: (name != THUNDER_OWN, VARIANTS.index(name))))
+        ready()
+        with frozen_objects():
+            for round, prompt in enumerate(prompts[WARM_UPS:]):
+                first = round % len(prepared)
+                for each in [*prepared[first:], *prepared[:first]]:
+                    begins(each.variant)
+                    each.turn(prompt)
+        rows = []
+        for each in prepared:
+            begins(each.variant)
+            rows.append(each.row(prompts[-1]))
+        return rows
 
 
 def _prepared(

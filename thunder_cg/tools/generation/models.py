@@ -80,7 +80,8 @@ def _compile_model(model: nn.Module, compile: Compile | None) -> Any:
 
 def _litgpt_generate(model: Any, prompt: Tensor, new: int) -> Tensor:
     generate = optional("litgpt.generate.base").generate
-    found: Tensor = generate(model, prompt[0], max_returned_tokens=prompt.shape[1] + new, temperature=0.0)
+    length = prompt.shape[1] + new
+    found: Tensor = generate(model, prompt[0], max_returned_tokens=length, temperature=0.0, top_p=0.0)  # greedy
     return found.unsqueeze(0)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
+from thunder_cg.compat.torch_compile import dynamo_recompile_limit
 from thunder_cg.tools.generation.measure import VARIANTS, GenerationRow, measure
 from thunder_cg.tools.generation.results import PACKAGES, GenerationResults, differ, markdown
 from thunder_cg.tools.results import environment
@@ -23,7 +25,7 @@ def run(settings: CatalogueSettings, variants: Sequence[str] = VARIANTS) -> int:
         ValueError: the settings do not fit: nothing is chosen, or `json` has rows from elsewhere.
     """
     results = GenerationResults.read_or_new(settings.json, environment(settings.device, PACKAGES))
-    for row in settings.measured(_work, _no_row, results, lambda model: variants, VARIANTS):
+    for row in settings.measured(_work, _no_row, results, lambda model: [tuple(variants)], VARIANTS):
         if row.failure:
             print(f"{row.model}, {row.variant}: {row.failure}", flush=True)
     print(markdown(results.rows, results.environment))
@@ -31,8 +33,10 @@ def run(settings: CatalogueSettings, variants: Sequence[str] = VARIANTS) -> int:
 
 
 def _work(task: RowTask, supervisor: Supervisor) -> None:
-    supervisor.send_result(measure(task.entry, task.way, task.device, supervisor.wait_for_turn))
+    begins = partial(supervisor.report, timeout=task.timeout)
+    with dynamo_recompile_limit(64):  # the variants share the model's code
+        supervisor.send_result(measure(task.entry, task.ways, task.device, begins, supervisor.wait_for_turn))
 
 
-def _no_row(task: RowTask) -> GenerationRow:
-    return GenerationRow(task.model, task.entry.package, task.way, task.entry.batch)
+def _no_row(task: RowTask, variant: str) -> GenerationRow:
+    return GenerationRow(task.model, task.entry.package, variant, task.entry.batch)

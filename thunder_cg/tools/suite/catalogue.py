@@ -1,9 +1,9 @@
-"""Catalogues: models by name, in a module's `MODELS`. What the tools share that measure each row in its own process."""
+"""Catalogues: models by name, in a module's `MODELS`. What the tools share that measure each in its own processes."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,13 +32,15 @@ class RowTask(NamedTuple):
 
     Attributes:
         catalogue: the module that has the model in its `MODELS`.
-        way: the mode or the variant to measure the model in.
+        ways: the modes or the variants to measure the model in. The worker reports which one it is at.
+        timeout: seconds to prepare one of them, and again to time it.
     """
 
     catalogue: str
     model: str
-    way: str
+    ways: tuple[str, ...]
     device: torch.device
+    timeout: float
 
     @property
     def entry(self) -> Any:
@@ -47,7 +49,7 @@ class RowTask(NamedTuple):
 
 
 Work = Callable[[RowTask, Supervisor], None]
-NoRow = Callable[[RowTask], Any]
+NoRow = Callable[[RowTask, str], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class CatalogueSettings:
     Attributes:
         catalogue: the module whose `MODELS` are measured.
         only: the models that have one of these in their names, in upper or lower case.
-        jobs: rows that are prepared at once. Rows are timed one by one.
+        jobs: tasks that are prepared at once. They are timed one by one.
         timeout: seconds to prepare a row, and again to time it.
         json: a file for the rows. Its rows of other models stay, if they are from this machine.
     """
@@ -82,43 +84,62 @@ class CatalogueSettings:
         return models
 
     def measured(
-        self, work: Work, no_row: NoRow, results: RowResults, ways: Callable[[Any], Sequence[str]], order: Sequence[str]
+        self,
+        work: Work,
+        no_row: NoRow,
+        results: RowResults,
+        ways: Callable[[Any], Iterable[tuple[str, ...]]],
+        order: Sequence[str],
     ) -> Iterator[Any]:
         """Measures, and yields the rows as they come, which are then in the results and in `json`.
 
         Args:
-            work: measures the row of a task, and sends it.
-            no_row: makes a row of a task that has sent none.
-            ways: the modes or variants of a model.
+            work: measures the rows of a task, and sends them in a list.
+            no_row: makes the row of one way of a task that has sent none.
+            ways: the modes or variants of a model; those of one process together.
             order: that of all modes or variants in the results.
 
         Raises:
             ValueError: no model is chosen.
         """
         models = self.chosen()
-        tasks = [RowTask(self.catalogue, model.name, way, self.device) for model in models for way in ways(model)]
-        progress = Progress(len(tasks))
-        progress.show(f"{len(tasks)} rows")
-        for task, row in measure_all(tasks, work, no_row, self.jobs, self.timeout):
+        tasks = [
+            RowTask(self.catalogue, model.name, together, self.device, self.timeout)
+            for model in models
+            for together in ways(model)
+        ]
+        rows = sum(len(task.ways) for task in tasks)
+        progress = Progress(rows)
+        progress.show(f"{rows} rows")
+        for row in measure_all(tasks, work, no_row, self.jobs):
             results.add([row], [*self._models()], order)
             if self.json is not None:
                 results.write(self.json)
-            progress.tick(f"{task.model}, {task.way}")
+            progress.tick(", ".join(getattr(row, name) for name in results.identity))
             progress.clear()
             yield row
 
 
-def measure_all(
-    tasks: Sequence[RowTask], work: Work, no_row: NoRow, jobs: int, timeout: float
-) -> Iterator[tuple[RowTask, Any]]:
-    """The rows as they come. One that finds no memory is measured once more after the others."""
+def measure_all(tasks: Sequence[RowTask], work: Work, no_row: NoRow, jobs: int) -> Iterator[Any]:
+    """The rows as they come.
+
+    A process in which one way has failed may be of no use to the others, so they are measured in a new one. A task that
+    finds no memory is measured once more after the others.
+    """
+    timeout = max(len(task.ways) * task.timeout for task in tasks)
     workers = Workers(work, tasks, jobs, timeout, environment=ENVIRONMENT)
     without_memory: set[RowTask] = set()
     for answer in workers.answers():
-        task, row = answer.task, answer.result or no_row(answer.task)
-        row.failure = answer.failure or row.failure
-        if "OutOfMemoryError" in row.failure and task not in without_memory:
+        task, rows, again = answer.task, answer.result, list[RowTask]()
+        if answer.failure:
+            failed = answer.stage if answer.stage in task.ways else task.ways[0]
+            rows = rows or [no_row(task, failed)]
+            rows[0].failure = answer.failure
+            if others := tuple(way for way in task.ways if way != failed):
+                again = [task._replace(ways=others)]
+        if any("OutOfMemoryError" in row.failure for row in rows) and task not in without_memory:
             without_memory.add(task)
-            workers.add([task])
+            again = [task]
         else:
-            yield task, row
+            yield from rows
+        workers.add(again)

@@ -141,13 +141,13 @@ def measure(
     entry: SuiteModel,
     mode: str,
     device: torch.device,
-    ready: Callable[[SuiteRow], None] = lambda row: None,
+    ready: Callable[[list[SuiteRow]], None] = lambda rows: None,
     begins: Callable[[str], None] = lambda stage: None,
 ) -> SuiteRow:
     """The row of a model. On a CPU nothing is timed.
 
     Args:
-        ready: called before the timing with the row so far. It returns when nothing else runs on the machine.
+        ready: called before the timing with a list of the row so far. It returns when nothing else runs on the machine.
         begins: called with the name of each stage.
     """
     row = SuiteRow(entry.name, entry.package, mode)
@@ -158,7 +158,7 @@ def measure(
         row.agrees = _agreement(entry, row, device, transforms, difference)
         if device.type == "cuda":
             batch = pair.settle()
-            ready(row)
+            ready([row])
             row.thunder_us, row.captured_us = pair.times(batch)
     except Exception as error:
         row.failure = failure_text(error)

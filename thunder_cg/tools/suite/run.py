@@ -24,7 +24,7 @@ def run(settings: CatalogueSettings) -> int:
     """
     results = SuiteResults.read_or_new(settings.json, environment(settings.device, PACKAGES))
     differ = False
-    for row in settings.measured(work, no_row, results, lambda model: model.modes, MODES):
+    for row in settings.measured(work, no_row, results, lambda model: zip(model.modes), MODES):
         print(line(row), flush=True)
         differ = differ or row.agrees.startswith("no")
     print(f"\n{markdown(results.rows, results.environment)}")
@@ -34,9 +34,9 @@ def run(settings: CatalogueSettings) -> int:
 def work(task: RowTask, supervisor: Supervisor) -> None:
     """Measures a row and sends it, in a process of its own."""
     with dynamo_recompile_limit(64):  # several compiled copies share the model's code
-        row = measure(task.entry, task.way, task.device, supervisor.wait_for_turn, supervisor.report)
-    supervisor.send_result(row)
+        row = measure(task.entry, task.ways[0], task.device, supervisor.wait_for_turn, supervisor.report)
+    supervisor.send_result([row])
 
 
-def no_row(task: RowTask) -> SuiteRow:
-    return SuiteRow(task.model, task.entry.package, task.way)
+def no_row(task: RowTask, mode: str) -> SuiteRow:
+    return SuiteRow(task.model, task.entry.package, mode)
