@@ -33,7 +33,7 @@ VARIANTS = (EAGER, THUNDER, THUNDER_OWN, REDUCE_OVERHEAD, OURS, OURS_FUSED)
 SEED = 5
 PROMPT = 16  # tokens
 NEW = {"cuda": 128, "cpu": 8}  # tokens after it
-WARM_UPS = 3  # generations that compile, warm up and capture prompt and token
+WARM_UPS = 4  # generations that compile, warm up and capture prompt and token
 ROUNDS = 7  # turns of each variant
 
 
