@@ -99,9 +99,10 @@ class FaultyRegion:
         self.op = -1
         self._position = 0
         self._at = sys.maxsize  # the instruction that called last
-        function = region._function
+        function = region._functions[False, False]
         names = {name: self._wrap(value) for name, value in function.__globals__.items() if name != "__builtins__"}
-        region._function = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+        injected = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+        region._functions[False, False] = injected
 
     def arm(self, op: int, fault: Fault, *, times: int = 1) -> None:
         self.op = op
