@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import thunder
@@ -73,22 +74,27 @@ def test_what_is_computed_once_more(transform, device):
     assert not {"convolution", "normalization_statistics", "linear", "cross_entropy"}.intersection(backward[0])
 
 
-class Normalized(nn.Module):
+class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 32), nn.Linear(32, 8)
+        self.norm, self.up, self.gate, self.down = nn.LayerNorm(8), nn.Linear(8, 32), nn.Linear(8, 32), nn.Linear(32, 8)
 
     def forward(self, x):
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+        x = self.norm(x)
+        return x + self.down(F.gelu(self.up(x))) + self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-def test_what_is_normalized_for_a_product_is_kept(transform, device):
-    compiled = thunder.jit(Normalized().to(device), executors=thunder_cg.executors(), transforms=[transform()])
-    computation_and_inputs(compiled, (torch.randn(2, 8, device=device),), {})
-    (names,) = (
-        [each.sym.name for each in op.symbol.subsymbols] for op in programs(compiled)[1].ops.ops if op.is_fusion
-    )
-    assert "gelu" in names and "normalization_apply" not in names, names
+@pytest.mark.parametrize("autocast", [False, True])
+def test_what_a_product_takes_is_kept(transform, device, autocast):
+    """Its own backward needs it. But weights are converted again."""
+    compiled = thunder.jit(Block().to(device), executors=thunder_cg.executors(), transforms=[transform()])
+    with torch.autocast(device, torch.bfloat16) if autocast else nullcontext():
+        computation_and_inputs(compiled, (torch.randn(2, 8, device=device),), {})
+    forward, backward = programs(compiled)
+    names = {each.sym.name for op in backward.ops.ops if op.is_fusion for each in op.symbol.subsymbols}
+    assert "gelu_gradient" in names and not {"gelu", "normalization_apply", "linear"} & names, names
+    saved = {forward.ops.values[name].shape for name in forward.saved}
+    assert (2, 32) in saved and (8, 32) not in saved, saved
 
 
 class Residual(nn.Module):

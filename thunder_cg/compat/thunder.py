@@ -198,6 +198,13 @@ def conversion_of_tensor(symbol: BoundSymbol) -> tuple[TensorProxy, TensorProxy]
     return symbol.args[0], symbol.output
 
 
+def computes_nothing(symbol: BoundSymbol) -> bool:
+    """Whether it only converts what it takes to another type, or gives it another shape."""
+    if symbol.subsymbols:
+        return all(map(computes_nothing, symbol.subsymbols))
+    return symbol.sym.id is PrimIDs.CONVERT_ELEMENT_TYPE or OpTags.SHAPE_OP in (symbol.sym.tags or ())
+
+
 def is_exact(narrow: Any, wide: Any) -> bool:
     """Whether each value of one floating-point type is one of the other."""
     if not (is_float_dtype(narrow) and is_float_dtype(wide)):

@@ -181,25 +181,22 @@ class _TraceFacts:
         - What takes or makes a value in memory that the trace writes. A second time, it would write once more, or read
           what was written since.
         - What is expensive.
-        - What makes a value that an expensive operator and another one take, as the sum at the end of a residual block.
-          It is in memory in any case, and to compute it the backward would go through all blocks.
-        - What a normalization makes for an expensive operator: the backward would write it to memory once more. That is
-          so of an activation, too, but those are larger: in a GPT, to keep them takes twice as much and gains a third.
+        - What an expensive operator takes, as the result of a normalization or of an activation: that operator's own
+          backward needs it, and would have it written to memory once more. But not what was in memory before in another
+          type, as the weights are under autocast: to convert it again costs less than the memory.
         """
         expensive = {id(each) for each in symbols if each.sym.name in _EXPENSIVE or compat.has_tags(each, {_ONCE})}
-        users: dict[str, list[int]] = {}
-        for symbol in symbols:
-            for name in {proxy.name for proxy in symbol.flat_proxy_args}:
-                users.setdefault(name, []).append(id(symbol))
-        normalized = {p.name for each in symbols if each.sym.id == normalization.apply.id for p in each.flat_proxy_outs}
-        in_memory = {
-            name for name, of in users.items() if (len(of) > 1 or name in normalized) and not expensive.isdisjoint(of)
-        }
+        taken = {proxy.name for each in symbols if id(each) in expensive for proxy in each.flat_proxy_args}
+        computed = set[str]()  # what is more than a conversion of what was in memory before
+        for each in symbols:
+            if not compat.computes_nothing(each) or any(proxy.name in computed for proxy in each.flat_proxy_args):
+                computed.update(proxy.name for proxy in each.flat_proxy_outs)
+        kept = taken & computed
         return [
             each
             for each in symbols
             if id(each) in expensive
-            or any(proxy.name in in_memory for proxy in each.flat_proxy_outs)
+            or any(proxy.name in kept for proxy in each.flat_proxy_outs)
             or any(self._is_written(proxy) for proxy in (*each.flat_proxy_args, *each.flat_proxy_outs))
         ]
 
