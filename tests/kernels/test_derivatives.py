@@ -12,6 +12,7 @@ from support import programs, same, same_state
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 import thunder_cg
 from thunder_cg.compat.compiled import computation_and_inputs
@@ -93,8 +94,11 @@ def test_what_a_product_takes_is_kept(transform, device, autocast):
     forward, backward = programs(compiled)
     names = {each.sym.name for op in backward.ops.ops if op.is_fusion for each in op.symbol.subsymbols}
     assert "gelu_gradient" in names and not {"gelu", "normalization_apply", "linear"} & names, names
-    saved = {forward.ops.values[name].shape for name in forward.saved}
-    assert (2, 32) in saved and (8, 32) not in saved, saved
+    saved = tree_leaves(forward.ops.ops[-1].symbol.args[1])
+    copies = [
+        each for each in saved if getattr(each, "shape", None) in {(32, 8), (8, 32)} and "bfloat16" in str(each.dtype)
+    ]
+    assert len(copies) <= 1, copies  # of three weights: Thunder's rematerialization may take one for the least
 
 
 class Residual(nn.Module):
