@@ -162,6 +162,26 @@ def test_norms(device, kind, affine, dtype):
         close(of.to(dtype), expected)
 
 
+@pytest.mark.parametrize("geometry", [(2,), (3, 2, 1), ((3, 2), None, (1, 0), (1, 2)), (5, [1], [2], 2)])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_max_pool(device, layout, geometry):
+    """A byte of each window is kept, not an index of eight. Equal maxima, NaN and -inf count as in PyTorch."""
+    a = torch.randint(4, (2, 3, 11, 13), device=device).double().contiguous(memory_format=layout)
+    a[0, 0, 4:, :5], a[0, 1, 5, 5] = -torch.inf, torch.nan
+    twin = a.clone().requires_grad_()
+    expected = F.max_pool2d(twin, *geometry)
+    gradient = torch.randn_like(expected)
+    expected.backward(gradient)
+    compiled = thunder.jit(lambda a: F.max_pool2d(a, *geometry), executors=[derivatives.fused_executor])
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: saved.append(each) or each, lambda each: each):
+        found = compiled(a.requires_grad_())
+    assert torch.int8 in [each.dtype for each in saved] and torch.int64 not in [each.dtype for each in saved]
+    found.backward(gradient)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(a.grad, twin.grad)
+
+
 def close(found, expected):
     wide = expected.dtype == torch.float64
     torch.testing.assert_close(found, expected, rtol=1e-9 if wide else 3e-2, atol=1e-9 if wide else 6e-2)

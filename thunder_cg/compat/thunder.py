@@ -19,7 +19,7 @@ from thunder.core.baseutils import build_callable
 from thunder.core.codeutils import SigInfo, module_shortname
 from thunder.core.compile_data import get_compile_data
 from thunder.core.devices import to_torch_device
-from thunder.core.dtypes import is_float_dtype, to_torch_dtype
+from thunder.core.dtypes import int8, is_float_dtype, to_torch_dtype
 from thunder.core.interpreter import interpreter_needs_wrap
 from thunder.core.jit_ext import (
     _general_jit_lookaside_map,

@@ -111,7 +111,7 @@ RULES: tuple[Rule, ...] = (
 
     # Of thunder_cg.kernels
     *rows("fused_derivatives", """
-        cross_entropy cross_entropy_gradient embedding embedding_gradient gelu gelu_gradient
+        cross_entropy cross_entropy_gradient embedding embedding_gradient gelu gelu_gradient max_pool max_pool_gradient
         normalization_after_update normalization_apply normalization_gradients normalization_statistics relu
         relu_gradient
     """, CAPTURED, Evidence.KNOWN, settings=Settings.NONE),
