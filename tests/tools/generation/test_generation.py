@@ -26,7 +26,7 @@ from thunder_cg.tools.generation.measure import (
 )
 from thunder_cg.tools.generation.models import LITGPT, MODELS, GeneratingModel
 from thunder_cg.tools.generation.results import GenerationResults, differ, markdown
-from thunder_cg.tools.generation.run import run
+from thunder_cg.tools.generation.run import run, together
 from thunder_cg.tools.suite.catalogue import CatalogueSettings, RowTask, measure_all
 from thunder_cg.tools.suite.measure import make_model
 from thunder_cg.tools.workers import Supervisor
@@ -71,7 +71,7 @@ def test_variants_take_turns() -> None:
     entry = GeneratingModel("Net", LITGPT, lambda tiny: nn.Identity(), lambda *_: at_work[-1], generate)
     turns: list[int] = []
     rows = measure(entry, VARIANTS, CPU, at_work.append, lambda: turns.append(len(seen)))
-    assert [each.variant for each in rows][:2] == [REDUCE_OVERHEAD, THUNDER_OWN]
+    assert [each.variant for each in rows] == [*VARIANTS]
     assert turns == [WARM_UPS * len(VARIANTS)], "all are prepared before the first is timed"
     rounds = [seen[i : i + len(VARIANTS)] for i in range(turns[0], len(seen), len(VARIANTS))]
     assert len(rounds) == ROUNDS and {first for (first, _), *_ in rounds} == {*VARIANTS}
@@ -80,6 +80,11 @@ def test_variants_take_turns() -> None:
         assert all(prompt == turn[0][1] for _, prompt in turn)
     assert len({each.digest for each in rows}) == 1
     assert at_work[len(VARIANTS) : -len(VARIANTS)] == [variant for turn in rounds for variant, _ in turn]
+
+
+def test_thunders_own_graphs_have_a_process_of_their_own() -> None:
+    assert together(VARIANTS) == [(THUNDER_OWN,), tuple(name for name in VARIANTS if name != THUNDER_OWN)]
+    assert together([OURS]) == [(OURS,)] and together([THUNDER_OWN]) == [(THUNDER_OWN,)]
 
 
 def test_models_of_litgpt_generate_greedily() -> None:

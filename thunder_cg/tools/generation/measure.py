@@ -17,7 +17,7 @@ from thunder.transforms.cudagraph import CUDAGraphTransform
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from thunder_cg.compat.torch_compile import forget_dynamic_sizes, keep_cublas_workspaces
+from thunder_cg.compat.torch_compile import forget_dynamic_sizes
 from thunder_cg.kernels import executors
 from thunder_cg.report.report import explain
 from thunder_cg.tools.bench.variants import EAGER, OURS, OURS_FUSED, REDUCE_OVERHEAD, THUNDER, THUNDER_OWN
@@ -122,29 +122,21 @@ def measure(
     words, shape = vocabulary(device.type == "cpu"), (entry.batch, PROMPT)
     prompts = [torch.randint(3, words, shape).to(device) for _ in range(WARM_UPS + ROUNDS)]
     prepared: list[_PreparedVariant] = []
-
-    def prepare(names: Sequence[str]) -> None:
-        for name in names:
-            begins(name)
-            prepared.append(_PreparedVariant(entry, name, device, prompts[:WARM_UPS]))
-
-    # Inductor frees all cuBLAS workspaces when it records a graph, but graphs of other variants write to theirs.
-    prepare([name for name in variants if name == REDUCE_OVERHEAD])
-    with keep_cublas_workspaces():
-        # What is likely to fail comes early, because the others are then prepared again, in another process.
-        prepare(sorted({*variants} - {REDUCE_OVERHEAD}, key=lambda name: (name != THUNDER_OWN, VARIANTS.index(name))))
-        ready()
-        with frozen_objects():
-            for round, prompt in enumerate(prompts[WARM_UPS:]):
-                first = round % len(prepared)
-                for each in [*prepared[first:], *prepared[:first]]:
-                    begins(each.variant)
-                    each.turn(prompt)
-        rows = []
-        for each in prepared:
-            begins(each.variant)
-            rows.append(each.row(prompts[-1]))
-        return rows
+    for name in variants:
+        begins(name)
+        prepared.append(_PreparedVariant(entry, name, device, prompts[:WARM_UPS]))
+    ready()
+    with frozen_objects():
+        for round, prompt in enumerate(prompts[WARM_UPS:]):
+            first = round % len(prepared)
+            for each in [*prepared[first:], *prepared[:first]]:
+                begins(each.variant)
+                each.turn(prompt)
+    rows = []
+    for each in prepared:
+        begins(each.variant)
+        rows.append(each.row(prompts[-1]))
+    return rows
 
 
 def _prepared(
