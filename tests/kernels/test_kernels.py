@@ -193,25 +193,6 @@ def test_gradients_of_weights_have_their_strides(device):
     assert found.stride() == weight.stride()
 
 
-def test_weights_are_converted_where_inductor_sees_it(device):
-    """Within the gradient's kernel, PyTorch would convert them by a slower copy."""
-    layouts = []
-
-    class Layouts(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func is torch.ops.aten.convolution_backward.default:
-                layouts.extend(each.is_contiguous(memory_format=torch.channels_last) for each in args[:3])
-            return func(*args, **(kwargs or {}))
-
-    conv = thunder.jit(F.conv2d, executors=[derivatives.executor])
-    x = torch.randn(2, 3, 5, 6, device=device).to(memory_format=torch.channels_last).requires_grad_()
-    weight = torch.randn(4, 3, 3, 3, device=device)
-    result = conv(x, weight)
-    with Layouts():
-        result.sum().backward()
-    assert layouts == [True] * 3
-
-
 def test_what_dynamo_cannot_trace_is_left_out(transform, device, step):
     torch.manual_seed(0)
     model = Clicks().to(device)

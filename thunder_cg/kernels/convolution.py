@@ -36,8 +36,6 @@ def _register(name: str, position: int) -> compat.Symbol:
         laid_out = memory_format(weight if position == 1 else a)  # as autograd has it for a parameter
         if (last := _fastest(a, geometry[-1])) != torch.contiguous_format:  # PyTorch would convert for each gradient
             gradient, a = (each.contiguous(memory_format=last) for each in (gradient, a))
-            if position == 0:  # only that gradient reads the weight
-                weight = weight.contiguous(memory_format=last)
         result: torch.Tensor = torch.ops.aten.convolution_backward(gradient, a, weight, None, *geometry, mask)[position]
         return result if last == laid_out else result.contiguous(memory_format=laid_out)
 
