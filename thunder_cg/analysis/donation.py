@@ -30,9 +30,9 @@ def donated(ops: Sequence[Op], io: RegionIO, aliasing: Aliasing, saved: Set[str]
     found: list[tuple[str, ...]] = [()] * len(ops)
     for each in io.inputs:
         of = sets[each.name]
-        op = ops[last[of]]
         if each.name not in saved or each.written or each.aliased or of in needed or count[of] > 1:
             continue
+        op = ops[last[of]]
         names = [name for name in op.names if sets.get(name) == of]
         if op.is_fusion and op.executor == "inductor" and names == [each.name]:
             found[last[of]] += (each.name,)

@@ -110,7 +110,7 @@ def _by_autograd(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     if function in _FACTORIES or function in _FUSED:
         return _symbol(name, function, _with_torchs_types(function), differentiable=False)
     if function is torch.rms_norm:
-        return _symbol(name, function, fused=normalization.rms_norm)
+        return _symbol(name, function, decomposed=normalization.rms_norm)
     return _symbol(name, function, _with_constant_weights(function) if function in _LOSSES else function)
 
 
@@ -120,22 +120,22 @@ def _symbol(
     runs: Callable[..., Any] | None = None,
     *,
     differentiable: bool = True,
-    fused: Callable[..., Any] | None = None,
+    decomposed: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """What a graph calls for a new symbol of this name: the symbol in a trace; the function where Inductor got the
     checkpointed function that it is called in.
 
     Args:
         runs: what the symbol runs, if not the function.
-        fused: what a trace has instead if it is compiled with `kernels.executors`.
+        decomposed: what a trace has instead if it is compiled with `kernels.executors`, which fuse it.
     """
     symbol = register_function(executor, name, runs or function, differentiable=differentiable)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if current_trace() is None:
             return function(*args, **kwargs)
-        if fused is not None and fused_executor in get_compile_data().executors_list:
-            return fused(*args, **kwargs)
+        if decomposed is not None and fused_executor in get_compile_data().executors_list:
+            return decomposed(*args, **kwargs)
         return symbol(*args, **kwargs)
 
     trace_as(call, call)  # Thunder calls it as it is

@@ -95,7 +95,7 @@ class Fusion:
 
     def donating(self, positions: tuple[int, ...]) -> Callable[..., Any]:
         """The fusion, as it may write over the arguments at these positions, whose memory nothing else needs."""
-        if self._written or self._reduced or not positions:
+        if self._written or self._reduced:
             return self
 
         def call(*args: Any) -> Any:

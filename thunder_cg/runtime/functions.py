@@ -46,7 +46,7 @@ def region_function(
     after: dict[int, list[str]] = {}
     for result, position in copied_early.items():
         after.setdefault(position, []).append(result)
-    lines = _lines_of(ops, backend, donated or [()] * len(ops))
+    lines = _lines_of(ops, backend, donated)
     names = _names_in(lines, inputs)
     parameter, copier = unused("inputs", names), unused("copy_early", names)
     body = []
@@ -70,7 +70,7 @@ def hash_function(
     hash_values: Callable[..., torch.Tensor],
 ) -> Callable[[list[Any]], Sequence[Any]]:
     """Like `region_function`, but it returns the hashes of what each op made, or wrote in place."""
-    lines = _lines_of(ops, backend, [()] * len(ops))
+    lines = _lines_of(ops, backend)
     names = _names_in(lines, inputs)
     parameter, hasher = unused("inputs", names), unused("hash_values", names)
     prefix = next(f"hash{'_' * n}" for n in count() if not any(each.startswith(f"hash{'_' * n}") for each in names))
@@ -99,15 +99,15 @@ class _Lines:
     context: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _lines_of(ops: Sequence[Op], backend: Backend, donated: Sequence[Collection[str]]) -> list[_Lines]:
+def _lines_of(ops: Sequence[Op], backend: Backend, donated: Sequence[Collection[str]] = ()) -> list[_Lines]:
     """The ops, calling their compiled fusions the way the backend needs. Some may write over what is ``donated``."""
     found = []
     with compat.tracectx(compat.TraceCtx()):  # one for all, as it names the objects that cannot be written
-        for op, given in zip(ops, donated):
+        for i, op in enumerate(ops):
             symbol = op.symbol
             if symbol.sym.is_fusion and (functions := compat.bound_functions(symbol)):
-                if given:
-                    places = tuple(i for i, arg in enumerate(symbol.args) if getattr(arg, "name", None) in given)
+                if donated and (given := donated[i]):
+                    places = tuple(j for j, arg in enumerate(symbol.args) if getattr(arg, "name", None) in given)
                     functions = {name: cast(Any, fn).donating(places) for name, fn in functions.items()}
                 symbol = compat.rebind(symbol, {name: backend.fusion(fn) for name, fn in functions.items()})
             lines = symbol.python(indent=1)

@@ -12,8 +12,6 @@ from thunder_cg.compat.settings import Settings, kernel_settings
 from thunder_cg.compat.tensors import is_zero_tensor
 from thunder_cg.runtime.tensors import ALIGNMENT, address, addresses
 
-_address_of = torch.Tensor.data_ptr
-
 
 class Guard:
     """The check, in few C++ calls, that a call's tensors are what was captured.
@@ -58,7 +56,8 @@ class Guard:
                 unique and not self.metadata.check(*unique)  # before a sparse tensor is asked for its address
             ):
                 return False
-            if [at % ALIGNMENT for at in map(_address_of, [tensors[i] for i in self._movable])] != self._rests:
+            movable = [tensors[i] for i in self._movable]
+            if [at % ALIGNMENT for at in map(torch.Tensor.data_ptr, movable)] != self._rests:
                 return False
             for i, j in self._same:
                 if tensors[i] is not tensors[j]:

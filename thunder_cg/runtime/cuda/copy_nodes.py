@@ -24,7 +24,6 @@ Update = Callable[[], tuple[Any]]  # gives a node of an executable graph its new
 
 _CHUNK = 32768  # bytes per block
 _THREADS = 256
-_address_of = torch.Tensor.data_ptr
 _FEW, _MANY = 4, 120  # spans per kernel; 120 of them stay below the 4 KB that a kernel's arguments may have
 
 _SOURCE = """
@@ -165,7 +164,7 @@ def _set_all_addresses(
     def set_addresses(tensors: Tensors) -> None:
         if present is not None:
             tensors = [tensors[i] for i in present]
-        addresses = array("Q", map(_address_of, tensors))
+        addresses = array("Q", map(torch.Tensor.data_ptr, tensors))
         for words, varying, place, update in updates:
             words[varying] = addresses[place]
             (error,) = update()
