@@ -431,6 +431,37 @@ def test_a_backward_writes_over_what_it_reads_last(device, transform, monkeypatc
         assert {tuple(each.shape) for each in donated} == (set() if verify else {(4, 16), (4, 32), (4,)})
 
 
+def test_a_graphed_step_writes_over_what_its_backward_reads_last(device, transform, backend, monkeypatch):
+    donated = writing_over(monkeypatch)
+    monkeypatch.setattr(torch, "compile", lambda fn, **_: fn)
+    models = [Classifier().to(device, torch.bfloat16)]
+    models.append(copy.deepcopy(models[0]))
+
+    def training(model, function, retains):
+        def step(x, labels):
+            model.zero_grad()
+            loss, hidden = function(x, labels)
+            if retains:
+                loss.backward(retain_graph=True)
+            (loss + hidden.sum()).backward()
+            return loss, hidden
+
+        return step
+
+    for retains in (False, True):
+        donated.clear()
+        functions = [compiled(models[0]), compiled(models[1], transform())]
+        plain, whole = [training(m, f, retains) for m, f in zip(models, functions)]
+        graphed = thunder_cg.graphed_step(whole, modules=[functions[1]], backend=backend)
+        for _ in range(5):
+            x, labels = torch.randn(4, 8, device=device).bfloat16(), torch.randint(32, (4,), device=device)
+            same(plain(x, labels), graphed(x, labels))
+            same_state(*models)
+        report = thunder_cg.explain(graphed)
+        assert report.captures == 1 and report.replays
+        assert {tuple(each.shape) for each in donated} == {(4, 16), (4, 32), (4,)}
+
+
 class Equal(Classifier):
     def forward(self, x, labels):
         hidden = self.up(x)

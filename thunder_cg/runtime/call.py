@@ -62,6 +62,7 @@ class Call:
         self.round: Round | None = None  # of a call that communicates: what the ranks say of it
         self.owned: dict[str, torch.Tensor] = {}  # Note [Who owns a recording's memory]
         self.handed_out: set[int] = set()  # addresses of memory of its own that a caller has, as a copy did not fit
+        self.made: dict[str, int] = {}  # addresses of what the regions of a forward made inside of a graphed step
         self.lent: list[Lent] = []  # what callers got in the arena's memory, besides that of the recording
         self.began = 0.0  # the warm-up or the capture, on the host's clock in seconds
         self.began_empty = False  # whether nothing else was in the memory that it warms up or captures in

@@ -315,7 +315,7 @@ class Program:
         call.program = self
         if call.arena is None:
             eager = Call(self)
-            eager.selection, eager.why_eager = call.selection, call.why_eager
+            eager.selection, eager.why_eager, eager.made = call.selection, call.why_eager, call.made
             return eager.run_eagerly(skip_reasons.FORWARD_WAS_EAGER)
         if self.collectives is not None and not self.collectives.are_alive():
             return call.run_eagerly(skip_reasons.GROUP_IS_GONE)

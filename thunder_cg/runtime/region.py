@@ -17,6 +17,7 @@ from thunder_cg.analysis.ops import Op
 from thunder_cg.analysis.partition import Region
 from thunder_cg.analysis.region_io import RegionIO
 from thunder_cg.analysis.sources import users_level
+from thunder_cg.compat.autograd import backward_keeps_graph
 from thunder_cg.compat.tensors import storage_id
 from thunder_cg.compat.torch import IS_PROFILING, profiler_state
 from thunder_cg.errors import CaptureError, CaptureRefused, DisagreementWarning, RanksDiffer, ReplayRefused, SkipReason
@@ -221,17 +222,19 @@ class RuntimeRegion:
     def _run_eagerly(self, call: Call, args: Sequence[Any]) -> Sequence[Any]:
         """Runs the region's ops. A result that is to be copied out is no view of the arena's memory."""
         self.stats.eager_runs += 1
-        owners = list(args)
+        function, owners = self._function(donates=self._donates_in_step(call, args)), list(args)
         for i in self.in_pool(call, args):
             owners[i] = call.owned[self.input_names[i]]
         held = {_memory(args[i]) for i in self.aliased_in_pool} - {0}
         if isinstance(args, list) and not held:
             args.clear()
         try:
-            results = list(self.function(owners))
+            results = list(function(owners))
         except Exception as error:
             self._name_failing_op(call, error)
             raise
+        if skip_reasons.is_held_back() and call.why_eager in skip_reasons.HELD_ELSEWHERE:
+            call.made |= {output.name: _memory(result) for output, result in zip(self.io.outputs, results)}
         for i in self._stay_and_copied:  # the copy becomes a part of autograd's graph, and what stays does not
             results[i] = results[i].detach()
         if held:
@@ -370,11 +373,25 @@ class RuntimeRegion:
 
         A comparison with an eager run reads it once more.
         """
-        if not self._donated or call.program.options.verify is not None or self.is_always_verified:
+        if not self._may_donate(call):
             return False
         owned = {name: arg for name, arg in zip(self.input_names, args) if call.owns(name, arg)}
         count = Counter(_memory(value) for value in call.owned.values()) + Counter(call.handed_out)
         return all(name in owned and count[_memory(call.owned[name])] == 1 for name in self._donated)
+
+    def _donates_in_step(self, call: Call, args: Sequence[Any]) -> bool:
+        """The same of a backward that runs eagerly inside of a graphed step, whose graph holds it.
+
+        Autograd alone has what the forward saved, unless the backward is to run again.
+        """
+        if not (call.made and self._may_donate(call)) or backward_keeps_graph():
+            return False
+        count = Counter(call.made.values())
+        given = [(name, _memory(arg)) for name, arg in zip(self.input_names, args) if name in self._donated]
+        return all(call.made.get(name) == address and count[address] == 1 for name, address in given)
+
+    def _may_donate(self, call: Call) -> bool:
+        return bool(self._donated) and call.program.options.verify is None and not self.is_always_verified
 
     def in_pool(self, call: Call, args: Sequence[Any]) -> frozenset[int]:
         """The arguments whose memory is the arena's."""

@@ -65,7 +65,7 @@ _thread = threading.local()
 
 @contextmanager
 def held_back(yes: bool) -> Iterator[None]:
-    """Inside, if ``yes``, calls on this thread capture nothing, because a step around them is to be captured."""
+    """Inside, if ``yes``, calls on this thread capture nothing, because a step around them is captured, or will be."""
     before, _thread.is_held_back = is_held_back(), yes
     try:
         yield

@@ -316,7 +316,8 @@ class GraphedStep:
             could_replay = known is not None
             if votes.ask(_BEFORE, self.name, could_replay=could_replay) and known is not None:
                 return self._replay(known, known.state.carried_tensors(), call)
-            recording = self._capture(state, call, ready, calls, votes)
+            with held_back(True):
+                recording = self._capture(state, call, ready, calls, votes)
         except (CaptureRefused, RanksDiffer) as error:
             failure = without_frames(error)
         else:
