@@ -18,7 +18,7 @@ import thunder_cg
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.tensors import tensors_in
 from thunder_cg.compat.torch_compile import CompileError
-from thunder_cg.kernels import attention, derivatives, fusion, inductor
+from thunder_cg.kernels import attention, convolution, derivatives, fusion, inductor
 from thunder_cg.kernels.fusion import Fusion, Kernels
 from thunder_cg.runtime import outputs
 
@@ -191,6 +191,41 @@ def test_gradients_of_weights_have_their_strides(device):
     weight = torch.randn(4, 3, 3, 3, device=device, requires_grad=True)
     (found,) = torch.autograd.grad(conv(x, weight).sum(), weight)
     assert found.stride() == weight.stride()
+
+
+class SharedConv(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.mix = nn.Conv2d(3, 8, 3, bias=False), nn.Conv2d(8, 8, 1, bias=False)
+        self.last = nn.Conv2d(8, 8, 3, bias=False)
+
+    def forward(self, x):
+        y = torch.relu(self.mix(self.first(x)))
+        return self.last(y) + self.last(y * 2), y
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_what_a_forward_lays_out_is_not_converted_in_the_backward(transform, device, step, monkeypatch, memory_format):
+    """Weights and images are saved with channels last, once each; what the caller gets has PyTorch's strides."""
+    monkeypatch.setattr(convolution, "_fastest", lambda a, groups: torch.channels_last)  # as on CUDA
+    plain = SharedConv().to(device, torch.bfloat16, memory_format=memory_format)
+    model, graphed = copy.deepcopy(plain), copy.deepcopy(plain)
+    uncaptured, captured = compiled(model), compiled(graphed, transform())
+    for _ in range(3):
+        x = torch.randn(2, 3, 8, 8, device=device).bfloat16().to(memory_format=memory_format)
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda each: saved.append(each) or each, lambda each: each):
+            uncaptured(x)
+        last = [tuple(t.shape) for t in saved if t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last)]
+        assert {*last} >= {(2, 3, 8, 8), (8, 3, 3, 3), (8, 8, 3, 3)}
+        expected, found = step(plain, x), step(uncaptured, x)
+        same(found, step(captured, x))
+        same_state(model, graphed)
+        for a, b in zip((*expected, *_state(plain)), (*found, *_state(model))):
+            torch.testing.assert_close(a, b, atol=0.1, rtol=0.1)
+            assert a.stride() == b.stride()
+    subs = [[sub.id for sub in op.subs].count("convolution_laid_out") for op in fusions(captured)]
+    assert subs == [3, *[0] * (len(subs) - 1)]
 
 
 def test_what_dynamo_cannot_trace_is_left_out(transform, device, step):

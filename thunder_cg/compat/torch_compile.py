@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import torch
 import torch._inductor.exc
+import torch._inductor.inductor_prims
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.external_utils import wrap_inline
 from torch._guards import TracingContext
@@ -80,6 +81,12 @@ def call_compiled_through(call: Callable[[Callable[..., Any], Sequence[Any], str
     if not hasattr(original := graph.__call__, "__wrapped__"):
         graph.__call__ = wraps(original)(lambda self, inputs: call(partial(original, self), inputs, self.source_code))
     return True
+
+
+# Inductor's operators for max pooling. The first returns the maxima, and as a byte the place of each in its window,
+# counted row by row; the second makes PyTorch's indices of such places.
+max_pool_with_places: Callable[..., Any] = torch.ops.prims._low_memory_max_pool_with_offsets
+indices_of_places: Callable[..., torch.Tensor] = torch.ops.prims._low_memory_max_pool_offsets_to_indices
 
 
 class _Donated(list[int]):

@@ -14,6 +14,8 @@ import torch
 from thunder_cg.compat import thunder as compat
 from thunder_cg.kernels.derivatives import executor, like
 
+_HALF = (torch.float16, torch.bfloat16)
+
 
 def memory_format(tensor: torch.Tensor) -> torch.memory_format:
     """What PyTorch's kernels of images lay their results out in, by an argument: channels last if that has it."""
@@ -24,16 +26,32 @@ def memory_format(tensor: torch.Tensor) -> torch.memory_format:
 
 def _fastest(a: torch.Tensor, groups: int) -> torch.memory_format:
     """The layout in which to compute gradients: cuDNN has kernels for 16 bits with channels last only."""
-    is_half = a.dtype in (torch.float16, torch.bfloat16)
-    return torch.channels_last if a.is_cuda and a.dim() == 4 and is_half and groups == 1 else memory_format(a)
+    is_fastest_last = a.is_cuda and a.dim() == 4 and a.dtype in _HALF and groups == 1
+    return torch.channels_last if is_fastest_last else memory_format(a)
+
+
+def _lay_out(tensor: torch.Tensor, groups: int) -> torch.Tensor:
+    """The tensor in the layout in which to compute gradients, where Inductor compiles it.
+
+    Inductor computes convolutions in that layout. Elsewhere PyTorch does, and the results have its strides.
+    """
+    return tensor.contiguous(memory_format=_fastest(tensor, groups)) if torch.compiler.is_compiling() else tensor
+
+
+# Thunder computes nothing with this tag once more in the backward.
+_laid_out = executor.register_operator(
+    "convolution_laid_out", meta=like(0), fn=_lay_out, tags=[compat.OpTags.REDUCTION_OP]
+)
 
 
 def _register(name: str, position: int) -> compat.Symbol:
-    """An operator that computes the gradient of one argument of a convolution."""
+    """An operator that computes the gradient of one argument of a convolution, in the layout of what was ``given``."""
     mask = [position == 0, position == 1, False]
 
-    def run(gradient: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, *geometry: Any) -> torch.Tensor:
-        laid_out = memory_format(weight if position == 1 else a)  # as autograd has it for a parameter
+    def run(
+        gradient: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, given: torch.Tensor, *geometry: Any
+    ) -> torch.Tensor:
+        laid_out = memory_format(given)  # as autograd has it for a parameter
         if (last := _fastest(a, geometry[-1])) != torch.contiguous_format:  # PyTorch would convert for each gradient
             gradient, a = (each.contiguous(memory_format=last) for each in (gradient, a))
         result: torch.Tensor = torch.ops.aten.convolution_backward(gradient, a, weight, None, *geometry, mask)[position]
@@ -57,14 +75,27 @@ def _convolution(
     output_padding: Sequence[int],
     groups: int,
 ) -> Any:
-    """A convolution and its gradients. Those that nobody needs are dropped by Thunder."""
+    """A convolution and its gradients. Those that nobody needs are dropped by Thunder.
+
+    The backward gets weights, and images of the caller's, as the forward has laid them out, and converts none.
+    """
+    given_a, given_weight = a, weight
+    if a.ndim == 4 and groups == 1 and compat.to_torch_dtype(a.dtype) in _HALF:
+        trace = compat.current_trace()
+        assert trace is not None
+        # By name, and once each, since several convolutions may take one tensor.
+        laid_out = {each.args[0].name: each.output for each in trace.bound_symbols if each.sym is _laid_out}
+        if any(a is each for each in trace.args):  # else Inductor has laid it out already
+            a = laid_out[a.name] if a.name in laid_out else _laid_out(a, groups)
+        if set(weight.shape[2:]) != {1}:
+            weight = laid_out[weight.name] if weight.name in laid_out else _laid_out(weight, groups)
     result = compat.prims.convolution(a, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
     gradient = compat.prims.get_grad(result)
     dimensions = a.ndim - 2
     geometry = (*(_each(value, dimensions) for value in (stride, padding, dilation)), transposed)
     geometry += (_each(output_padding, dimensions), groups)
-    compat.prims.put_grad(a, _of_input(gradient, a, weight, *geometry))
-    compat.prims.put_grad(weight, _of_weight(gradient, a, weight, *geometry))
+    compat.prims.put_grad(given_a, _of_input(gradient, a, weight, given_a, *geometry))
+    compat.prims.put_grad(given_weight, _of_weight(gradient, a, weight, given_weight, *geometry))
     if bias is not None:
         compat.prims.put_grad(bias, compat.torch_sum(gradient, [0, *range(2, a.ndim)]))
     return result

@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from thunder_cg.compat import thunder as compat
+from thunder_cg.compat.torch_compile import indices_of_places, max_pool_with_places
 from thunder_cg.kernels.derivatives import fused_executor, like, register
 
 Pair = tuple[int, int]
-_LARGEST_WINDOW = torch.iinfo(torch.int8).max + 1
+_LARGEST_WINDOW = 25  # that Inductor computes so
 
 
 def _pair(value: int | Sequence[int]) -> Pair:
@@ -26,29 +27,14 @@ def _pair(value: int | Sequence[int]) -> Pair:
     return numbers[0], numbers[-1]
 
 
-def _first_pixels(pooled: Tensor, stride: Pair, padding: Pair) -> list[Tensor]:
-    """The row in which each row of windows begins, and the column of each column. Padding is below zero."""
-    counts = zip(pooled.shape[-2:], stride, padding)
-    rows, columns = (torch.arange(count, device=pooled.device) * step - before for count, step, before in counts)
-    return [rows.unsqueeze(1), columns]
+def _max_pool(a: Tensor, *geometry: Pair) -> tuple[Tensor, Tensor]:
+    result, places = max_pool_with_places(a, *geometry, False)
+    return result, places
 
 
-def _max_pool(a: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair) -> tuple[Tensor, Tensor]:
-    """The maxima, and the place of each in its window, counted row by row."""
-    result, indices = F.max_pool2d(a, kernel, stride, padding, dilation, return_indices=True)
-    rows, columns = _first_pixels(result, stride, padding)
-    row, column = (indices // a.shape[-1] - rows) // dilation[0], (indices % a.shape[-1] - columns) // dilation[1]
-    return result, (row * kernel[1] + column).to(torch.int8)
-
-
-def _gradient(
-    gradient: Tensor, a: Tensor, places: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair
-) -> Tensor:
-    rows, columns = _first_pixels(places, stride, padding)
-    places = places.long()
-    row, column = places // kernel[1] * dilation[0] + rows, places % kernel[1] * dilation[1] + columns
-    geometry = kernel, stride, padding, dilation, False, row * a.shape[-1] + column
-    result: Tensor = torch.ops.aten.max_pool2d_with_indices_backward(gradient, a, *geometry)
+def _gradient(gradient: Tensor, a: Tensor, places: Tensor, kernel: Pair, *geometry: Pair) -> Tensor:
+    indices = indices_of_places(places, kernel, a.shape[-2:], *geometry)
+    result: Tensor = torch.ops.aten.max_pool2d_with_indices_backward(gradient, a, kernel, *geometry, False, indices)
     return result
 
 
@@ -81,7 +67,7 @@ def _max_pool2d(
 
 
 def _fits(*, a: Any, kernel_size: Any, return_indices: bool, ceil_mode: bool, **_: Any) -> bool:
-    """Whether a byte can hold any place in a window."""
+    """Whether Inductor computes it so."""
     is_small = math.prod(_pair(kernel_size)) <= _LARGEST_WINDOW and math.prod(a.shape) > 0
     return is_small and not return_indices and not ceil_mode and compat.is_float_dtype(a.dtype)
 

@@ -119,6 +119,7 @@ RULES: tuple[Rule, ...] = (
           Evidence.KNOWN, settings=Settings.ATTENTION),
     *rows("derivatives", "convolution_backward_input convolution_backward_weight", CAPTURED, Evidence.KNOWN,
           settings=Settings.CUDNN | Settings.MATMUL),
+    *rows("derivatives", "convolution_laid_out", CAPTURED, Evidence.KNOWN, settings=Settings.NONE, aliases=FIRST),
 
     *_eager("python", """
         abs acos acosh add asin asinh atan atan2 atanh bitwise_and bitwise_or bitwise_xor convert_element_type_prim div
