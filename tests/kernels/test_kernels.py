@@ -211,9 +211,10 @@ def test_what_a_forward_lays_out_is_not_converted_in_the_backward(transform, dev
     plain = SharedConv().to(device, torch.bfloat16, memory_format=memory_format)
     model, graphed = copy.deepcopy(plain), copy.deepcopy(plain)
     uncaptured, captured = compiled(model), compiled(graphed, transform())
+    saved = []
     for _ in range(3):
         x = torch.randn(2, 3, 8, 8, device=device).bfloat16().to(memory_format=memory_format)
-        saved = []
+        saved.clear()
         with torch.autograd.graph.saved_tensors_hooks(lambda each: saved.append(each) or each, lambda each: each):
             uncaptured(x)
         last = [tuple(t.shape) for t in saved if t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last)]
