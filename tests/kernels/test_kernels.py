@@ -193,6 +193,10 @@ def test_gradients_of_weights_have_their_strides(device):
     assert found.stride() == weight.stride()
 
 
+def _strides(tensor):
+    return [stride for size, stride in zip(tensor.size(), tensor.stride()) if size > 1]
+
+
 class SharedConv(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +228,7 @@ def test_what_a_forward_lays_out_is_not_converted_in_the_backward(transform, dev
         same_state(model, graphed)
         for a, b in zip((*expected, *_state(plain)), (*found, *_state(model))):
             torch.testing.assert_close(a, b, atol=0.1, rtol=0.1)
-            assert a.stride() == b.stride()
+            assert _strides(a) == _strides(b)
     subs = [[sub.id for sub in op.subs].count("convolution_laid_out") for op in fusions(captured)]
     assert subs == [3, *[0] * (len(subs) - 1)]
 
