@@ -148,10 +148,15 @@ def library_name(function: Any) -> str | None:
 
 
 @contextmanager
-def composite_sees_views() -> Iterator[None]:
-    """Inside, the parts of a composite operator make views in inference mode as they do outside of it."""
+def composite_sees_views(function: Any) -> Iterator[None]:
+    """Inside, the parts of a composite operator make views in inference mode as they do outside of it.
+
+    Unless it makes views of what they return itself, as ``narrow`` and ``chunk`` do.
+    """
+    views = torch._C.DispatchKey.ADInplaceOrView
     with torch._C._PreserveDispatchKeyGuard():
-        torch._C._dispatch_tls_set_dispatch_key_excluded(torch._C.DispatchKey.ADInplaceOrView, False)
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), views):
+            torch._C._dispatch_tls_set_dispatch_key_excluded(views, False)
         yield
 
 

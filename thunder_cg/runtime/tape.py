@@ -197,7 +197,7 @@ class _Reuse(TorchDispatchMode):
         if torch.is_inference_mode_enabled() and not operators.is_higher_order(
             func
         ):  # in other modes, PyTorch decomposes composite operators itself
-            with operators.composite_sees_views(), self:
+            with operators.composite_sees_views(func), self:
                 output = func.decompose(*args, **kwargs)
             if output is not NotImplemented:
                 return output
