@@ -155,7 +155,7 @@ def test_the_caller_gets_pytorchs_strides(last, device):
         y = F.conv2d(x, weight)
         return [y, y.sum(2), y.mean((2, 3), keepdim=True).expand_as(y)]
 
-    fusion = Fusion("Inductor0", Kernels(fn), [0, 1, 2], [], False, [])
+    fusion = Fusion("Inductor0", Kernels(fn), [0, 1, 2], [], False, [], [])
     formats = torch.contiguous_format, torch.channels_last
     fusion._run = lambda *args: [fn(*args)[0].to(memory_format=formats[not last]), *fn(*args)[1:]]
     for count in (4, 5, 4):
@@ -175,7 +175,7 @@ def test_what_is_reduced_has_memory_of_its_own(reduced, device):
         return [x.sum(0) / 2, x.sum(0) / 2, x * 1, torch.ones_like(x).sum(0)]
 
     x = torch.randn(3, 4, device=device)
-    fusion = Fusion("Inductor0", Kernels(fn), None, [], False, reduced)
+    fusion = Fusion("Inductor0", Kernels(fn), None, [], False, reduced, [])
     fusion._run = lambda x: [*fn(x)[:1] * 2, x, torch.full((1,), 3.0, device=device).expand(4)]
     results = fusion(x)
     for found, expected in zip(results, fn(x), strict=True):
@@ -500,6 +500,76 @@ def test_a_graphed_step_writes_over_what_its_backward_reads_last(device, transfo
         report = thunder_cg.explain(graphed)
         assert report.captures == 1 and report.replays
         assert {tuple(each.shape) for each in donated} == {(4, 16), (4, 32), (4,)}
+
+
+def test_what_hooks_keep_of_a_graphed_step_is_not_written_over(device, transform, backend, monkeypatch):
+    """In a capture, too, whose calls of compiled functions run eagerly whether there are hooks or not."""
+    donated = writing_over(monkeypatch)
+    monkeypatch.setattr(torch, "compile", lambda fn, **_: fn)
+    model = Classifier().to(device, torch.bfloat16)
+    twin = copy.deepcopy(model)
+
+    def training(model, function):
+        def step(x, labels):
+            kept = []
+            model.zero_grad()
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+                loss, hidden = function(x, labels)
+            (loss + hidden.sum()).backward()
+            return [loss, hidden, *(each.sum() for each in kept)]
+
+        return step
+
+    functions = compiled(model), compiled(twin, transform())
+    plain, whole = training(model, functions[0]), training(twin, functions[1])
+    graphed = thunder_cg.graphed_step(whole, modules=[functions[1]], backend=backend)
+    for _ in range(6):
+        x, labels = torch.randn(4, 8, device=device).bfloat16(), torch.randint(32, (4,), device=device)
+        same(plain(x, labels), graphed(x, labels))
+        same_state(model, twin)
+    assert thunder_cg.explain(graphed).replays and not donated
+
+
+class TimesOnes(nn.Module):
+    """Inductor (2.11) makes one tensor of the weight and what it is multiplied to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x):
+        weight = self.weight * torch.ones_like(self.weight)
+        return torch.tanh(x @ weight).sum() + (weight.sin() * weight.cos()).sum(), x * torch.ones_like(x)
+
+
+@pytest.mark.parametrize("is_step", [False, True])
+def test_a_result_that_equals_an_argument_has_memory_of_its_own(device, transform, backend, is_step):
+    """Else a backward would write over the weight, as over a saved value that it reads last."""
+    model = TimesOnes().to(device)
+    twin = copy.deepcopy(model)
+
+    def training(model, function):
+        def step(x):
+            model.zero_grad()
+            loss, equal = function(x)
+            equal.add_(1.0)
+            loss.backward()
+            return loss, equal - x
+
+        return step
+
+    functions = compiled(model), compiled(twin, transform())
+    plain, graphed = training(model, functions[0]), training(twin, functions[1])
+    if is_step:
+        graphed = thunder_cg.graphed_step(graphed, modules=[functions[1]], backend=backend)
+    weight = model.weight.detach().clone()
+    for _ in range(4):
+        x = torch.randn(16, 16, device=device)
+        found = plain(x)
+        same(found, graphed(x))
+        torch.testing.assert_close(found[1], torch.ones_like(x))
+        assert torch.equal(model.weight, weight) and torch.equal(twin.weight, weight)
+        same_state(model, twin)
 
 
 class Equal(Classifier):

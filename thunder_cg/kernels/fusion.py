@@ -20,7 +20,7 @@ from thunder_cg.compat.torch_compile import (
     free_layouts,
     strides_of_results,
 )
-from thunder_cg.runtime.tensors import extent, is_dense
+from thunder_cg.runtime.tensors import address_if_any, extent, is_dense
 
 
 class Kernels:
@@ -62,6 +62,8 @@ class Fusion:
         refuses_leaves: whether PyTorch refuses that where autograd accumulates a gradient for one of them.
         reduced: the positions of the results that all-reduces write, since in the trace they share memory with nothing.
             Each has memory of its own: Inductor may return one tensor as two results, or an argument.
+        new: the positions of the results that are in no argument's memory in the trace. Inductor returns an argument
+            where it finds that the result equals it, as with what is multiplied by ones.
 
     Attributes:
         failure: why Inductor could not compile it, so that it runs operator by operator; None if it could.
@@ -75,9 +77,10 @@ class Fusion:
         written: Sequence[int],
         refuses_leaves: bool,
         reduced: Sequence[int],
+        new: Sequence[int],
     ) -> None:
         self._written, self._refuses_leaves = frozenset(written), refuses_leaves
-        self._reduced = reduced
+        self._reduced, self._new = reduced, new
         self.__name__ = name
         self._kernels, self._in_torch, self._run, self._returned = kernels, kernels.in_torch, kernels.compiled, returned
         self._strides: dict[Any, Sequence[Any]] = {}  # of the results that the caller gets, by layouts of the arguments
@@ -99,7 +102,9 @@ class Fusion:
             return self
 
         def call(*args: Any) -> Any:
-            return self._run_compiled(args, self._kernels.donating(positions) if self.failure is None else None)
+            if self.failure is not None:
+                return self._run_compiled(args)
+            return self._run_compiled(args, self._kernels.donating(positions), positions)
 
         return call
 
@@ -123,13 +128,15 @@ class Fusion:
         self.failure = why
         return self._in_torch(*args)
 
-    def _run_compiled(self, args: Sequence[Any], compiled: Callable[..., Any] | None = None) -> Any:
+    def _run_compiled(
+        self, args: Sequence[Any], compiled: Callable[..., Any] | None = None, donated: Sequence[int] = ()
+    ) -> Any:
         run = compiled or self._run
         try:
             if self._returned is None:
-                return run(*args)
+                return self._apart(run(*args), args, donated)
             with free_layouts():
-                results = [*run(*args)]
+                results = self._apart(run(*args), args, donated)
             self._lay_out(results, args)
             return results
         except TooManyLayouts:  # the others stay compiled
@@ -138,6 +145,12 @@ class Fusion:
             self._run, self._returned = self._in_torch, None
             cause = str(error).strip().replace("raised:\n", "raised: ").splitlines()[0]
             return self._run_in_torch(args, f"{type(error).__name__}: {cause}")
+
+    def _apart(self, results: Sequence[Any], args: Sequence[Any], donated: Sequence[int]) -> list[Any]:
+        """The results, copied where one that is new is in the memory of an argument that is not donated."""
+        given = {address_if_any(arg) for i, arg in enumerate(args) if i not in donated} - {0}
+        copied = {i for i in self._new if address_if_any(results[i]) in given}
+        return [each.clone() if i in copied else each for i, each in enumerate(results)]
 
     def _lay_out(self, results: list[Any], args: Sequence[Any]) -> None:
         """Copies what the caller gets where its strides are not PyTorch's."""

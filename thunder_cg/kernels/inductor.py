@@ -90,6 +90,7 @@ class InductorExecutor(compat.TorchCompileExecutor):
             facts.written(inputs, symbols),
             any(inner.kwargs.get("grad_enabled") for inner in _walk(symbols)),
             facts.reduced(outputs),
+            facts.new(inputs, outputs),
         )
         return compat.BoundSymbol(symbol, inputs, {}, outputs, symbols, _call_ctx={name: fusion})
 
@@ -138,6 +139,12 @@ class _TraceFacts:
     def reduced(self, outputs: Sequence[compat.Proxy]) -> list[int]:
         """The positions of those that an all-reduce writes, and that share memory with nothing."""
         return [i for i, proxy in enumerate(outputs) if proxy.name in self._reduced]
+
+    def new(self, inputs: Iterable[compat.Proxy], outputs: Sequence[compat.Proxy]) -> list[int]:
+        """The positions of those that are in no input's memory."""
+        sets = self._aliasing.sets
+        given = {sets.get(proxy.name) for proxy in inputs}
+        return [i for i, proxy in enumerate(outputs) if proxy.name in sets and sets[proxy.name] not in given]
 
     def share_memory(
         self, symbols: Iterable[compat.BoundSymbol], inputs: Iterable[compat.Proxy], returned: Sequence[compat.Proxy]

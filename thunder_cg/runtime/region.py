@@ -18,6 +18,7 @@ from thunder_cg.analysis.partition import Region
 from thunder_cg.analysis.region_io import RegionIO
 from thunder_cg.analysis.sources import users_level
 from thunder_cg.compat.autograd import backward_keeps_graph
+from thunder_cg.compat.settings import saved_tensors_hooks
 from thunder_cg.compat.tensors import storage_id
 from thunder_cg.compat.torch import IS_PROFILING, profiler_state
 from thunder_cg.errors import CaptureError, CaptureRefused, DisagreementWarning, RanksDiffer, ReplayRefused, SkipReason
@@ -233,7 +234,8 @@ class RuntimeRegion:
         except Exception as error:
             self._name_failing_op(call, error)
             raise
-        if skip_reasons.is_held_back() and call.why_eager in skip_reasons.HELD_ELSEWHERE:
+        is_in_step = skip_reasons.is_held_back() and call.why_eager in skip_reasons.HELD_ELSEWHERE
+        if is_in_step and saved_tensors_hooks() is None:  # which may keep it; in a capture they are no reason
             call.made |= {output.name: _memory(result) for output, result in zip(self.io.outputs, results)}
         for i in self._stay_and_copied:  # the copy becomes a part of autograd's graph, and what stays does not
             results[i] = results[i].detach()
