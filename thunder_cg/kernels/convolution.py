@@ -44,6 +44,12 @@ _laid_out = executor.register_operator(
 )
 
 
+def _laid_out_once(tensor: Any, trace: compat.TraceCtx, groups: int) -> Any:
+    """What lays the tensor out in the trace that is being made: several convolutions may take one tensor."""
+    made = {each.args[0].name: each.output for each in trace.bound_symbols if each.sym is _laid_out}
+    return made[tensor.name] if tensor.name in made else _laid_out(tensor, groups)
+
+
 def _register(name: str, position: int) -> compat.Symbol:
     """An operator that computes the gradient of one argument of a convolution, in the layout of what was ``given``."""
     mask = [position == 0, position == 1, False]
@@ -83,12 +89,10 @@ def _convolution(
     if a.ndim == 4 and groups == 1 and compat.to_torch_dtype(a.dtype) in _HALF:
         trace = compat.current_trace()
         assert trace is not None
-        # By name, and once each, since several convolutions may take one tensor.
-        laid_out = {each.args[0].name: each.output for each in trace.bound_symbols if each.sym is _laid_out}
         if any(a is each for each in trace.args):  # else Inductor has laid it out already
-            a = laid_out[a.name] if a.name in laid_out else _laid_out(a, groups)
-        if set(weight.shape[2:]) != {1}:
-            weight = laid_out[weight.name] if weight.name in laid_out else _laid_out(weight, groups)
+            a = _laid_out_once(a, trace, groups)
+        if set(weight.shape[2:]) != {1}:  # else both layouts are one
+            weight = _laid_out_once(weight, trace, groups)
     result = compat.prims.convolution(a, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
     gradient = compat.prims.get_grad(result)
     dimensions = a.ndim - 2
