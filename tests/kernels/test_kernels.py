@@ -233,6 +233,15 @@ def test_what_a_forward_lays_out_is_not_converted_in_the_backward(transform, dev
     assert subs == [3, *[0] * (len(subs) - 1)]
 
 
+def test_a_batch_without_images_in_16_bits(device, step, monkeypatch):
+    monkeypatch.setattr(convolution, "_fastest", lambda a, groups: torch.channels_last)  # as on CUDA
+    plain = nn.Conv2d(3, 4, 3).to(device, torch.bfloat16)
+    model = copy.deepcopy(plain)
+    x = torch.randn(0, 3, 8, 8, device=device).bfloat16()
+    same(step(plain, x), step(compiled(model), x))
+    same_state(plain, model)
+
+
 def test_what_dynamo_cannot_trace_is_left_out(transform, device, step):
     torch.manual_seed(0)
     model = Clicks().to(device)

@@ -6,6 +6,7 @@ ResNet-50 takes nine times as long as in PyTorch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,7 +87,9 @@ def _convolution(
     The backward gets weights, and images of the caller's, as the forward has laid them out, and converts none.
     """
     given_a, given_weight = a, weight
-    if a.ndim == 4 and groups == 1 and compat.to_torch_dtype(a.dtype) in _HALF:
+    is_half = compat.to_torch_dtype(a.dtype) in _HALF
+    # Without images, PyTorch's kernels give gradients other strides than Inductor expects of such a layout.
+    if a.ndim == 4 and groups == 1 and is_half and math.prod(a.shape) > 0:
         trace = compat.current_trace()
         assert trace is not None
         if any(a is each for each in trace.args):  # else Inductor has laid it out already
