@@ -581,6 +581,30 @@ def test_a_result_that_equals_an_argument_has_memory_of_its_own(device, transfor
         same_state(model, twin)
 
 
+def _equal(x, b):
+    """Inductor (2.11) makes one tensor of each value and what it is multiplied by ones to, unless it is told not to."""
+    before = b * torch.ones_like(b)
+    b.add_(1.0)
+    y, z = torch.exp(x), torch.tanh(x)
+    same_y, same_z = y * torch.ones_like(y), z + torch.zeros_like(z)
+    y.add_(x.sum().item())
+    return before, y, same_y, z, same_z
+
+
+def test_equal_results_have_memory_of_their_own(device, transform):
+    """One may be written in the same fusion, in a later one, or by the caller."""
+    plain, graphed = compiled(_equal), compiled(_equal, transform())
+    for _ in range(3):
+        x, b = torch.randn(4, 4, device=device), torch.randn(4, device=device)
+        found = []
+        for each in (_equal, plain, graphed):
+            results = each(x, written := b.clone())
+            results[3].add_(1.0)
+            found.append([*results, written])
+        same(found[1], found[2])
+        torch.testing.assert_close(found[0], found[1])
+
+
 class Equal(Classifier):
     def forward(self, x, labels):
         hidden = self.up(x)

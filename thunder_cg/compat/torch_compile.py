@@ -34,6 +34,11 @@ TooManyLayouts = FailOnRecompileLimitHit
 # What Inductor raises where it cannot compile a graph.
 InductorError = torch._inductor.exc.InductorError
 
+# Options of Inductor with which each new result has memory of its own. Else (2.11) it takes what is multiplied by ones,
+# or added to zeros, for the factor itself: two results are one tensor, or one is an argument, which may be written in
+# the same function.
+OWN_MEMORY: dict[str, Any] = {"joint_graph_constant_folding": False}
+
 
 def free_layouts() -> AbstractContextManager[None]:
     """Inside, Inductor leaves the results of what it compiles in whatever layout it has them."""
@@ -114,7 +119,7 @@ def compile_donating(function: Callable[..., Any], names: Collection[str]) -> Ca
         _have_inductor_see_donated()
         config: Any = torch.compiler.config
         with config.patch(cache_key_tag=f"donates {[*donated]}"):  # Inductor's caches do not know
-            return inductor.compile_fx(graph, examples, inner_compile=compile_inner)
+            return inductor.compile_fx(graph, examples, inner_compile=compile_inner, config_patches=OWN_MEMORY)
 
     return torch.compile(function, backend=compile_graph, fullgraph=True, dynamic=False)
 

@@ -14,6 +14,7 @@ from thunder_cg.analysis.sources import users_level
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.tensors import storage_id
 from thunder_cg.compat.torch_compile import (
+    OWN_MEMORY,
     CompileError,
     TooManyLayouts,
     compile_donating,
@@ -33,7 +34,8 @@ class Kernels:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.in_torch = compat.outside_of_autograd(function)
-        self.compiled = compat.outside_of_autograd(torch.compile(function, fullgraph=True, dynamic=False))
+        compiled = torch.compile(function, fullgraph=True, dynamic=False, options=OWN_MEMORY)
+        self.compiled = compat.outside_of_autograd(compiled)
         self._function, self._donating = function, dict[tuple[int, ...], Callable[..., Any]]()
 
     def donating(self, positions: tuple[int, ...]) -> Callable[..., Any]:
