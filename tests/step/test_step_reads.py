@@ -45,7 +45,7 @@ from fractions import Fraction
 from functools import cached_property, lru_cache, partial, partialmethod, singledispatch, update_wrapper, wraps
 from importlib import import_module
 from operator import attrgetter, itemgetter
-from types import FunctionType, MappingProxyType, SimpleNamespace
+from types import CellType, FunctionType, MappingProxyType, SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -2084,3 +2084,40 @@ def test_an_object_of_pythons_library_that_another_one_holds(step_twins, is_attr
             stopped.set()
         assert step().item() == 1 + i // 4
     assert step.replays == 4, step.in_python
+
+
+class Labels(dict):
+    """A dictionary that may have attributes."""
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda device: torch.ones(2, device=device), lambda _: lambda: None, lambda _: Labels(), lambda _: CellType(1.0)],
+    ids=["tensor", "function", "dictionary", "cell"],
+)
+def test_what_a_value_is_given_later(step_twins, make):
+    """As ``weight.main_grad``, which the step looks for by a name that no bytecode has next to the weight."""
+
+    def run(graphed):
+        value, results = make(step_twins.device), []
+        owner, name = SimpleNamespace(value=value), "cell_contents" if isinstance(value, CellType) else "main_grad"
+        step = graphed(lambda x: x * getattr(getattr(owner, "value"), name, 2.0))  # noqa: B009
+        for i in range(8):
+            if i == 5:
+                setattr(value, name, 3.0)
+            results.append(step(torch.ones(2, device=step_twins.device)))
+        return results, step
+
+    step = step_twins.both(run)
+    assert step.captures == 2, explain(step)
+
+
+@pytest.mark.parametrize("name", ["retains_grad", "__closure__"])
+def test_attributes_in_c_that_are_not_compared(step_twins, name):
+    value = torch.ones(2, requires_grad=True) * 1 if name == "retains_grad" else step_twins.train
+    read = {"retains_grad": lambda of: of.value.retains_grad, "__closure__": lambda of: of.value.__closure__}[name]
+    step = step_twins.graphed(lambda x: x * (2.0 if read(SimpleNamespace(value=value)) else 3.0))
+    for _ in range(4):
+        step(torch.ones(2, device=step_twins.device))
+    assert step.captures == 0
+    assert f"what {name} gives is not compared before a replay, at test_step_reads.py:" in str([*step.in_python])

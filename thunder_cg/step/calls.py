@@ -74,6 +74,7 @@ _GENERATED = ("<eval_with_key>", "thunder.")  # files with the code of graphs an
 _GENERATED_MODULES = "torch._inductor."  # wherever their files are
 _SEEDS = {"manual_seed", "seed", "set_offset", "set_state"}  # methods of a generator
 _STATES = {"getstate", "setstate"}  # methods that change nothing if the old state is set back
+_UNCOMPARED_NAMES = {"_version", "retains_grad", "__closure__"}  # of attributes of tensors and functions in C
 _READS_OF_TENSORS = {"numpy", "tolist"}
 _READS_OF_TENSORS_IN_PYTHON = {  # some of them under no dispatch mode, as the tape is
     vars(torch.Tensor)[name].__code__: name for name in ("__dlpack__", "__reduce_ex__", "__repr__")
@@ -482,8 +483,8 @@ class Calls:
         if is_installed(code.co_filename) and _logs_or_imports(frame):
             return
         self.reads_gradients |= "grad" in code.co_names or "grad" in code.co_consts
-        if "_version" in code.co_names or "_version" in code.co_consts:
-            self._object(frame, f"what _version gives {_UNSEEN_THERE}", _CALL_BEFORE.replace("call", "read"), weak=True)
+        for name in sorted(_UNCOMPARED_NAMES.intersection((*code.co_names, *code.co_consts))):
+            self._object(frame, f"what {name} gives {_UNSEEN_THERE}", _CALL_BEFORE.replace("call", "read"), weak=True)
         is_own = code.co_name in ("__init__", *_UNSEEN)  # what it does with an object was seen already
         self.looks_up_unseen |= not is_own and not _UNSEEN.isdisjoint(code.co_names)
         self._inner.update(each for each in code.co_consts if isinstance(each, types.CodeType))

@@ -47,7 +47,7 @@ from thunder_cg.compat.torch import OPERATORS
 from thunder_cg.errors import SkipReason
 from thunder_cg.step.attributes import Names, hides_state
 from thunder_cg.step.facts import ATOMS, Content, Facts, Same, fact_of
-from thunder_cg.step.lookups import MISSING, own, own_attributes, slots_of
+from thunder_cg.step.lookups import MISSING, content_of_cell, own, own_attributes, slots_of
 from thunder_cg.step.packages import CONSTANT_PACKAGES, is_installed, is_users, may_change
 from thunder_cg.step.places import Carried, CarriedPlace, Place, plain_copy
 from thunder_cg.step.reads import compiled_modules, is_data
@@ -249,7 +249,8 @@ class Collector:
 
     def _add_own_attributes(self, label: str, value: Any, depth: int) -> None:
         """Those that somebody has given to a tensor, a function, or a container of a class of its own."""
-        if (attributes := names_of(value)) and id(value) not in self._objects:
+        attributes = own(value, "__dict__")  # if it is empty, somebody may give it the first one
+        if attributes is not MISSING and id(value) not in self._objects:
             self._objects.add(id(value))
             self.holders.append(attributes)
             self.watch.given_attributes(attributes)
@@ -603,6 +604,8 @@ def _referent_of(value: Any) -> Callable[[], Any] | None:
         return partial(_proxied, value)
     if isinstance(value, contextvars.ContextVar):
         return partial(_get, value)
+    if isinstance(value, types.CellType):
+        return partial(content_of_cell, value)
     if isinstance(value, threading.local):
         return partial(vars, value)  # of this thread
     return value if type(value) is weakref.ref else None

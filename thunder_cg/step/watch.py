@@ -51,6 +51,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._names: dict[int, Any] = {}  # objects and dictionaries, by identity
+        self._empty: list[dict[str, Any]] = []
         self._lists: list[tuple[Any, dict[int, Any], int]] = []  # and deques: what each has by position, and its length
         self._values: list[tuple[Callable[[], Any], Any]] = []  # see Note [Values that nobody reports]
         self._looked_up: list[_LookedUp] = []
@@ -62,8 +63,11 @@ class Watch:
         self._names.update(zip(map(id, owners), owners))
 
     def given_attributes(self, attributes: dict[str, Any]) -> None:
-        """The dictionary of an object that is no container, module or optimizer."""
-        self.names(attributes if attribute_writes_are_reported() else _UNREPORTED)
+        """The dictionary of an object that is no module or optimizer. Most are empty, as those of parameters."""
+        if attributes:
+            self.names(attributes if attribute_writes_are_reported() else _UNREPORTED)
+        else:
+            self._empty.append(attributes)
 
     def attributes(self, value: Any, attributes: Mapping[str, Any]) -> None:
         """Only these of an object's attributes, or of a dictionary's items."""
@@ -104,6 +108,7 @@ class Watch:
         return (
             self._are_names_as_before()
             and (self._have_same() or all(each.is_unchanged() for each in self._looked_up))
+            and not any(self._empty)
             and all(map(_is_unchanged, self._lists))
             and all(all(map(is_, get(value), then)) for get, value, then in self._fields)
             and all(get() == then for get, then in self._values)
