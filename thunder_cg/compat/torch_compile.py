@@ -39,6 +39,11 @@ InductorError = torch._inductor.exc.InductorError
 # the same function.
 OWN_MEMORY: dict[str, Any] = {"joint_graph_constant_folding": False}
 
+# Inductor's operators for max pooling. The first returns the maxima, and as a byte the place of each in its window,
+# counted row by row; the second makes PyTorch's indices of such places.
+max_pool_with_places: Callable[..., Any] = torch.ops.prims._low_memory_max_pool_with_offsets
+indices_of_places: Callable[..., torch.Tensor] = torch.ops.prims._low_memory_max_pool_offsets_to_indices
+
 
 def free_layouts() -> AbstractContextManager[None]:
     """Inside, Inductor leaves the results of what it compiles in whatever layout it has them."""
@@ -86,12 +91,6 @@ def call_compiled_through(call: Callable[[Callable[..., Any], Sequence[Any], str
     if not hasattr(original := graph.__call__, "__wrapped__"):
         graph.__call__ = wraps(original)(lambda self, inputs: call(partial(original, self), inputs, self.source_code))
     return True
-
-
-# Inductor's operators for max pooling. The first returns the maxima, and as a byte the place of each in its window,
-# counted row by row; the second makes PyTorch's indices of such places.
-max_pool_with_places: Callable[..., Any] = torch.ops.prims._low_memory_max_pool_with_offsets
-indices_of_places: Callable[..., torch.Tensor] = torch.ops.prims._low_memory_max_pool_offsets_to_indices
 
 
 class _Donated(list[int]):

@@ -13,9 +13,7 @@ from typing import Any
 import torch
 
 from thunder_cg.compat import thunder as compat
-from thunder_cg.kernels.derivatives import executor, like
-
-_HALF = (torch.float16, torch.bfloat16)
+from thunder_cg.kernels.derivatives import HALF, executor, like
 
 
 def memory_format(tensor: torch.Tensor) -> torch.memory_format:
@@ -25,10 +23,14 @@ def memory_format(tensor: torch.Tensor) -> torch.memory_format:
     return last if is_last else torch.contiguous_format
 
 
+def _may_be_last(dimensions: int, dtype: torch.dtype, groups: int) -> bool:
+    """Whether channels last may be the fastest: cuDNN has kernels for gradients of 16 bits with that only."""
+    return dimensions == 4 and dtype in HALF and groups == 1
+
+
 def _fastest(a: torch.Tensor, groups: int) -> torch.memory_format:
-    """The layout in which to compute gradients: cuDNN has kernels for 16 bits with channels last only."""
-    is_fastest_last = a.is_cuda and a.dim() == 4 and a.dtype in _HALF and groups == 1
-    return torch.channels_last if is_fastest_last else memory_format(a)
+    """The layout in which to compute gradients."""
+    return torch.channels_last if a.is_cuda and _may_be_last(a.dim(), a.dtype, groups) else memory_format(a)
 
 
 def _lay_out(tensor: torch.Tensor, groups: int) -> torch.Tensor:
@@ -87,9 +89,8 @@ def _convolution(
     The backward gets weights, and images of the caller's, as the forward has laid them out, and converts none.
     """
     given_a, given_weight = a, weight
-    is_half = compat.to_torch_dtype(a.dtype) in _HALF
     # Without images, PyTorch's kernels give gradients other strides than Inductor expects of such a layout.
-    if a.ndim == 4 and groups == 1 and is_half and math.prod(a.shape) > 0:
+    if _may_be_last(a.ndim, compat.to_torch_dtype(a.dtype), groups) and math.prod(a.shape) > 0:
         trace = compat.current_trace()
         assert trace is not None
         if any(a is each for each in trace.args):  # else Inductor has laid it out already

@@ -16,6 +16,7 @@ compat.register_executor(executor)
 # Of operators that are fast only where Inductor fuses them.
 fused_executor = compat.OperatorExecutor("fused_derivatives")
 compat.register_executor(fused_executor)
+HALF = (torch.float16, torch.bfloat16)  # types of 16 bits
 
 
 def register(
@@ -57,4 +58,4 @@ def like(*positions: int) -> Callable[..., Any]:
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in the type that PyTorch computes with: float32 for types of 16 bits."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+    return tensor.float() if tensor.dtype in HALF else tensor

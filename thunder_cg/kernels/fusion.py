@@ -64,8 +64,8 @@ class Fusion:
         refuses_leaves: whether PyTorch refuses that where autograd accumulates a gradient for one of them.
         reduced: the positions of the results that all-reduces write, since in the trace they share memory with nothing.
             Each has memory of its own: Inductor may return one tensor as two results, or an argument.
-        new: the positions of the results that are in no argument's memory in the trace. Inductor returns an argument
-            where it finds that the result equals it, as with what is multiplied by ones.
+        new: the positions of the results that are in no argument's memory in the trace. A backward may write over
+            them, so each is copied if Inductor has returned an argument, in spite of `OWN_MEMORY`.
 
     Attributes:
         failure: why Inductor could not compile it, so that it runs operator by operator; None if it could.
