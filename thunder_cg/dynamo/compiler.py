@@ -38,6 +38,7 @@ from thunder_cg.dynamo.nodes import copied
 from thunder_cg.dynamo.numbers import specialize_floats, take_out_numbers, take_out_numbers_of_parts
 from thunder_cg.dynamo.pieces import join_pieces
 from thunder_cg.dynamo.rewrites import rewrite
+from thunder_cg.dynamo.sizes import SizesOfGraph, numbers_that_count
 from thunder_cg.dynamo.writes import makes_only_views, order_counts
 from thunder_cg.errors import CaptureError, CudagraphError, OptionError, SkipReason, TransformConflictError
 from thunder_cg.options import taken_from
@@ -63,6 +64,7 @@ class Compiler(ThunderCompiler):
         failure: what was raised last.
         parameters: of the user's function, by position, if it is a module of PyTorch's, called with ``*args``.
         inputs: what its graphs are for, by their numbers.
+        sizes: what calls its graphs whose sizes may change, by their numbers.
         succeeded: trials of operators that its graphs share, since a function compiled anew is mostly as before.
     """
 
@@ -74,6 +76,7 @@ class Compiler(ThunderCompiler):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.inputs: dict[int, GraphInputs] = {}
+        self.sizes: dict[int, SizesOfGraph] = {}
         self.succeeded: set[Any] = set()
 
     def __call__(self, module: GraphModule, *inputs: Any) -> Any:
@@ -90,6 +93,7 @@ class Compiler(ThunderCompiler):
             specialize_floats(module)
             rewrite(module, self.thunder_options)
             put_back = take_out_numbers(module)
+            counted = numbers_that_count(module)
             compiled = self._split(module, objections(module, self.thunder_options), *inputs)
         except TensorifyScalarRestartAnalysis:
             raise
@@ -104,8 +108,9 @@ class Compiler(ThunderCompiler):
             except Exception:
                 self._note_failure(error, _line_of_operator(module, str(error)))
                 raise error from None
-            module, put_back = as_it_was, _as_it_is
-        self.inputs[len(self.subgraph_infos) - 1] = of_graph
+            module, put_back, counted = as_it_was, _as_it_is, []
+        number = len(self.subgraph_infos) - 1
+        self.inputs[number] = of_graph
         self._name_parts(names)
         options = (getattr(each, "options", None) for each in self.thunder_options.get("transforms") or ())
         if any(getattr(each, "strict", None) == "ops" for each in options):
@@ -114,7 +119,18 @@ class Compiler(ThunderCompiler):
                 problem = f"runs eagerly, as Inductor got it and no trace has it: {outside.reason}"
                 fix = outside.fix or "use an operator that Thunder traces"
                 raise CaptureError(where, problem, fix, option='strict="ops"')
-        return put_back(module if only_views else _called_directly(compiled))
+        whole = put_back(module if only_views else _called_directly(compiled))
+        parts = self.subgraph_infos[-1].thunder_compiled_fns
+        if not (parts and counted and self._may_leave_thunder(as_it_was)):
+            return whole
+        self.sizes[number] = SizesOfGraph(graph_name(self.function, number), counted, parts, whole, as_it_was)
+        return self.sizes[number]
+
+    def _may_leave_thunder(self, module: GraphModule) -> bool:
+        """Whether calls of a graph may run in PyTorch: not if ``strict`` is set, nor beside ranks that run it here."""
+        options = (getattr(each, "options", None) for each in self.thunder_options.get("transforms") or ())
+        is_strict = any(getattr(each, "strict", False) for each in options)
+        return not (is_strict or self._is_symbolic or any(map(is_collective, module.graph.nodes)))
 
     def note_dynamos_failure(self, error: Exception, stack: Sequence[FrameSummary]) -> None:
         """Keeps what Dynamo raised before it had a graph."""
@@ -133,8 +149,7 @@ class Compiler(ThunderCompiler):
         Args:
             objection: says of a node why it is left to Inductor.
         """
-        is_symbolic = "symbolic" in str(self.thunder_options.get("cache")).lower()  # else a trace has one set of sizes
-        join = partial(join_pieces, is_symbolic=is_symbolic)
+        join = partial(join_pieces, is_symbolic=self._is_symbolic)
         fusions = {"fusion_type": "consecutive"} if order_counts(module.graph) else {}
         with (
             patch.dict(self.thunder_options, fusions),
@@ -142,6 +157,11 @@ class Compiler(ThunderCompiler):
             Stage(lambda: "splitting a graph of Dynamo's"),
         ):
             return super().__call__(module, *inputs)
+
+    @property
+    def _is_symbolic(self) -> bool:
+        """Whether a trace is for all sizes; else it is for one set of sizes."""
+        return "symbolic" in str(self.thunder_options.get("cache")).lower()
 
     def _name_parts(self, names: Mapping[str, str]) -> None:
         """Notes on what Thunder will compile of the last graph what the report calls it, for the log and profiles.

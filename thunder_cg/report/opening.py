@@ -12,7 +12,17 @@ from thunder_cg.analysis.compile_errors import compiler_name
 from thunder_cg.compat.dynamo_records import DynamoGuard, is_after_break
 from thunder_cg.report import lines
 from thunder_cg.report.units import count, grouped
-from thunder_cg.runtime.changes import CACHE_LENGTH, FEW, IF_CACHE, OF_STATIC_CACHE, VERSIONS, for_numbers, for_shapes
+from thunder_cg.runtime.changes import (
+    CACHE_LENGTH,
+    FEW,
+    FEWER_SIZES,
+    IF_CACHE,
+    NEW_TOO_OFTEN,
+    OF_STATIC_CACHE,
+    VERSIONS,
+    for_numbers,
+    for_shapes,
+)
 
 if TYPE_CHECKING:
     from thunder_cg.report.entries import ChangeReport
@@ -65,6 +75,7 @@ def _summary(report: Report) -> Iterator[str]:
     yield from failures(report)
     yield from left_to_python(report)
     yield from in_python(report)
+    yield from in_torch(report)
     yield from (anew := [*compiled_anew(report)])
     yield from lines.by_line(report)
     yield from lines.by_inductor(report.joined)
@@ -116,6 +127,15 @@ def in_python(report: Report) -> Iterator[str]:
             yield f"One of them holds only for `{each.reason}`; {_fewer([(each.function, each.reason)])}."
     if report.limits:
         yield f"To change that: {_RAISE_LIMIT}."
+
+
+def in_torch(report: Report) -> Iterator[str]:
+    """How many calls of which graphs PyTorch ran because of their sizes, and what to do."""
+    for each in report.new_sizes:
+        yield (
+            f"{count(each.calls, 'call')} of {each.function} ran in PyTorch, without Thunder and graphs: "
+            f"{NEW_TOO_OFTEN}. To change that: {FEWER_SIZES}."
+        )
 
 
 def compiled_anew(report: Report) -> Iterator[str]:
@@ -239,7 +259,7 @@ def is_complete(report: Report) -> bool:
     """Whether nothing can be better: all operators are in graphs, and all calls that may replay do."""
     having = [trace for trace in report.traces if trace.regions]
     eager = sum(trace.counts["eager"] for trace in report.traces)
-    graphs = report.outside or report.breaks or report.limits or report.python_calls  # Dynamo's
+    graphs = report.outside or report.breaks or report.limits or report.python_calls or report.new_sizes
     others = (
         graphs
         or report.differs

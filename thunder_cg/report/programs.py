@@ -73,6 +73,14 @@ class Outside:
 
 
 @dataclass(frozen=True, slots=True)
+class NewSizes:
+    """Calls of a graph of Dynamo's that ran in PyTorch, since sizes had been new too often: see `dynamo/sizes.py`."""
+
+    function: str
+    calls: int
+
+
+@dataclass(frozen=True, slots=True)
 class Found:
     """All programs, oldest first, each forward before its backward, and what `Report` says of their function."""
 
@@ -83,6 +91,7 @@ class Found:
     outside: tuple[Outside, ...] = ()
     breaks: tuple[GraphBreak, ...] = ()
     limits: tuple[RecompileLimit, ...] = ()
+    new_sizes: tuple[NewSizes, ...] = ()
     python_calls: int = 0
     is_of_dynamo: bool = False
     uncached: bool = False
@@ -147,6 +156,7 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
     outside: list[Outside] = []
     breaks: list[GraphBreak] = []
     ran: list[int] = []  # for each graph: in how many calls, if it has a part of Thunder's, which counts
+    new_sizes: list[NewSizes] = []
     calls = failures = getattr(backend, "failures", 0)  # of `thunder_cg.thunderfx`
     failure = getattr(backend, "failure", None)
     for number, graph in enumerate(backend.subgraph_infos):
@@ -158,7 +168,9 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
             failures += failed_calls(jitted)
             if raised := compile_failures(thunder.compile_stats(jitted))[1]:
                 failure = f"{label}: {raised}"
-        ran += [max(thunder.compile_stats(jitted).calls for jitted in compiled)] if compiled else []
+        if left := in_torch(backend, number):
+            new_sizes.append(NewSizes(label, left))
+        ran += [left + max(thunder.compile_stats(jitted).calls for jitted in compiled)] if compiled else []
         outside += outside_of(label, graph)
         breaks += graph_breaks(label, graph)
     breaks += breaks_without_graph(name_of(original(fn)), fn, backend)
@@ -175,6 +187,7 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
         tuple(outside),
         tuple(breaks),
         limits,
+        tuple(new_sizes),
         python_calls,
         is_of_dynamo=True,
         recompilations=tuple(recompilations(backend)),
@@ -192,6 +205,12 @@ def _successor(backend: Any, number: int) -> str | None:
     inputs = getattr(backend, "inputs", {})
     later = (n for n, its in inputs.items() if n > number in inputs and its.succeeds(inputs[number]))
     return next((f"graph {n}" for n in later), None)
+
+
+def in_torch(backend: Any, number: int) -> int:
+    """How many calls of a graph ran in PyTorch, since sizes had been new too often."""
+    of_graph = getattr(backend, "sizes", {}).get(number)
+    return of_graph.in_torch if of_graph is not None else 0
 
 
 def graph_name(function: str, number: int) -> str:

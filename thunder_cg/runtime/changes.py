@@ -56,6 +56,8 @@ _PAD = (
 )
 _DROP_LAST = "if only the last batch differs, drop_last=True"
 SIZES = ("shape", "size")
+NEW_TOO_OFTEN = "its sizes or numbers are new in too many calls"
+FEWER_SIZES = "pad to a few sizes, or set torch._dynamo.config.recompile_limit higher, if there are few in all"
 
 # Of each kind: what differs, what that costs, and what to do about it. "{names}" are the inputs, "{first}" is one.
 _KINDS = {

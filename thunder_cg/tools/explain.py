@@ -299,6 +299,7 @@ def _not_in_graphs(report: Report, steps_are_captured: bool) -> Iterator[str]:
         yield from (f"{each.part} is left to plain Python" for each in report.breaks if each.part)
         if report.python_calls:
             yield f"{count(report.python_calls, 'call')} ran in plain Python"
+        yield from (f"{count(each.calls, 'call')} of {each.function} ran in PyTorch" for each in report.new_sizes)
     alike: dict[tuple[str, str, int, int], list[tuple[TraceReport, str]]] = {}  # versions of one function
     for trace in traces:
         if trace.fallbacks and trace.captures and not trace.replays:
