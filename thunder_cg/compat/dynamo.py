@@ -217,11 +217,6 @@ class _DefaultGroup:
 _default_group = _DefaultGroup()
 
 
-def recompile_limit() -> int:
-    """How often Dynamo compiles the same code, and Thunder a graph of Dynamo's for sizes that are not used again."""
-    return int(config.recompile_limit)
-
-
 def recompile_limits(compiled: Any, backend: ThunderCompiler) -> Iterator[RecompileLimit]:
     """The code of a compiled function that Dynamo compiles no more, for any function that has it."""
     own = getattr(getattr(getattr(compiled, "_func", compiled), "_torchdynamo_orig_callable", None), "__code__", None)

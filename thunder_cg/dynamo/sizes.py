@@ -14,9 +14,8 @@ import thunder
 import torch
 from torch.fx import GraphModule
 
-from thunder_cg.compat.dynamo import recompile_limit
 from thunder_cg.compat.fx import example, symbols_of_sizes
-from thunder_cg.runtime.changes import FEWER_SIZES, NEW_TOO_OFTEN
+from thunder_cg.runtime.changes import FEW, FEWER_SIZES, NEW_TOO_OFTEN
 
 _REPLAYS = 3  # the first call for some sizes warms up, the second one captures, and the third one replays
 
@@ -24,7 +23,7 @@ _logger = logging.getLogger(__name__)
 
 
 def numbers_that_count(module: GraphModule) -> list[int]:
-    """The positions of the inputs of a graph that are numbers, of those that its operators, or sizes of tensors, have."""
+    """The positions of those inputs of a graph that are numbers, and that its operators or sizes of tensors have."""
     inputs = module.graph.find_nodes(op="placeholder")
     numbers = [i for i, node in enumerate(inputs) if isinstance(example(node), torch.SymInt)]
     used = symbols_of_sizes(*(node for i, node in enumerate(inputs) if node.users and i not in numbers))
@@ -34,9 +33,8 @@ def numbers_that_count(module: GraphModule) -> list[int]:
 class SizesOfGraph:
     """Calls a graph as Thunder has compiled it, or in PyTorch if its sizes are new, as they have been too often.
 
-    New sizes go to PyTorch while there are `torch._dynamo.config.recompile_limit` sets of sizes that Thunder has
-    compiled for and that came fewer than three times each. What has an ``__dict__`` would be part of the state of a
-    graphed step, and these numbers change.
+    New sizes go to PyTorch while more than `FEW` sets of sizes, for which Thunder has compiled, have come fewer than
+    three times each. What has an ``__dict__`` would be part of the state of a graphed step, and these numbers change.
 
     Attributes:
         in_torch: how many calls went to PyTorch.
@@ -62,7 +60,7 @@ class SizesOfGraph:
         calls = self._calls.get(sizes, 0)
         if calls == _REPLAYS:
             return self._compiled(*args)
-        if not calls and self.rarely_used >= recompile_limit():
+        if not calls and self.rarely_used > FEW:
             if not self.in_torch:
                 problem = "calls with new ones run in PyTorch from now on, without Thunder and graphs"
                 _logger.warning("%s: %s; %s; %s", self._name, NEW_TOO_OFTEN, problem, FEWER_SIZES)

@@ -168,7 +168,9 @@ class Report(FunctionReport):
     calls: int = 0  # of the function, or of all of Dynamo's graphs, as Thunder counts
     memory: MemoryReport = field(default_factory=MemoryReport)  # the ledger
     limits: tuple[RecompileLimit, ...] = ()  # functions that Dynamo compiles no more (thunderfx only)
-    new_sizes: tuple[NewSizes, ...] = ()  # calls of graphs that PyTorch ran, as sizes were new too often (thunderfx only)
+    new_sizes: tuple[
+        NewSizes, ...
+    ] = ()  # calls of graphs that PyTorch ran, as sizes were new too often (thunderfx only)
     python_calls: int = 0  # in which no graph of Dynamo's ran, so that Thunder did nothing, at least (thunderfx only)
     is_of_dynamo: bool = False  # whether Dynamo reads the Python (thunderfx only)
     uncached: bool = False  # whether Thunder compiles each call anew, and the traces are those of the last one
