@@ -71,7 +71,7 @@ def inference_fast_path(
     global_state_holds, settings_hold = guard.global_state.holds, region.guard.settings_hold
     attributes = guard.attributes
     # The replay. One that only copies is launched from here.
-    enter, release = arena.pool(device).enter, arena.release
+    enter, release, beside = arena.pool(device).enter, arena.release, region.beside
     only_copies = is_simple and graph.is_simple and graph.copied_args == [i for i, _ in aligned]
     replay, launch, layouts, empty = graph.replay, graph.graph.replay, graph.outputs.layouts, empty_strided(device.type)
     index = device.index if device.type == "cuda" else None
@@ -132,7 +132,7 @@ def inference_fast_path(
                 copies = [*starmap(empty, layouts)]
         except Exception:  # as in Thunder: the prologue of another cache entry may pass
             return MISS
-        if not arena.try_hold():
+        if not arena.try_hold(beside):
             return MISS
         try:
             enter()

@@ -85,7 +85,7 @@ class TrainingFastPath:
             or is_below_autograd()
             or not region.guard.holds(tensors)
             or not self._others.holds(values)
-            or not self._arena.try_hold()
+            or not self._arena.try_hold(region.beside)
         ):
             return MISS
         call = Call.replaying(program, self._recording)
@@ -110,6 +110,8 @@ class TrainingFastPath:
         outputs = self._apply(node, passed, given, self._constant, *arguments)[-len(given) :]
         for i, output in zip(self._outputs, outputs):
             results[i] = output
+        if self._arena.is_shared:
+            call.await_backward()
         return self._result.of(values, results)
 
 
@@ -222,11 +224,12 @@ class BackwardReplay:
         if arena is not None and not discards and self._may_replay():
             for graph in self._known_graphs():
                 tensors = [collections[kind][i] for kind, i in graph.sources]
-                if graph.holds(tensors) and call.try_hold_scratch(graph.recorded.scratch):
+                recorded = graph.recorded
+                if graph.holds(tensors) and call.resume(recorded.beside) and call.try_hold_scratch(recorded.scratch):
                     arena.enter()
                     with suppress(ReplayRefused):
                         results = graph.replay(tensors)
-                        call.trace = graph.recorded
+                        call.trace = recorded
                         call.release()
                         return results, graph.are_apart
         result: Sequence[Any] = self._entry.backward_fn([saved, SavedState.of(call)], gradients)
@@ -326,7 +329,7 @@ def _run_backward(ctx: Any, gradients: Sequence[Any]) -> Any:
         raise
     if torch.is_grad_enabled():
         found = raising_if_differentiated(found, NO_SECOND_DERIVATIVES)
-    elif not torch.is_anomaly_enabled() and backward.is_alone():
+    elif not torch.is_anomaly_enabled() and backward.is_alone(call.token):
         found = accumulators.deliver(found, None if are_apart else gradients)
     if not backward_keeps_graph():
         ctx.node = None  # the loss may live on, and must not keep the recording

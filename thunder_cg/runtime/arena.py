@@ -1,11 +1,26 @@
-"""Arenas: memory pools that one call holds at a time."""
+"""Arenas: memory pools that one call uses at a time.
+
+Note [Shared arenas]
+    What a forward saves is live until its backward, and until then the rest of its memory serves nobody else, though
+    the backward will need most of it. So functions between graph breaks, whose forwards run one after the other and
+    whose backwards run in the other order, share one arena: between its forward and its backward, a call waits, and
+    calls of other functions may use the arena. Only one call runs in it at a time.
+
+    A call may warm up or capture there only while tensors own all that waiting calls have saved, which is so if these
+    warm up or capture as well: then the pool hands none of it to anybody else. Of what is captured, the recording keeps
+    which calls waited, and a replay runs only if no others wait now: it may overwrite all but what those have saved.
+    Each recording has a token, by which the waiting calls that replay it are known.
+
+    An arena that nobody has shared stays with its call until the backward is over, so that fast calls do less. While
+    others wait, gradients are not lent.
+"""
 
 from __future__ import annotations
 
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -20,6 +35,7 @@ from thunder_cg.errors import SkipReason
 from thunder_cg.runtime.backend import Backend, Pool
 from thunder_cg.runtime.lent import Lent, pairs_of_leaves
 
+_NOTHING: frozenset[object] = frozenset()
 _FITS = 2 * LEAST_SEGMENT  # bytes: an arena that is so much too large is not much too large
 _GLOO = 0.1  # seconds for its thread to let go of gradients that the program has reduced itself
 
@@ -53,16 +69,39 @@ class CallMemory:
         return self.saving > 0 and self.apart <= limit
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Waiting:
+    """What an arena knows of a call that awaits its backward. See Note [Shared arenas].
+
+    Attributes:
+        pair: the pair of programs that the call is of.
+        owns: whether tensors own what it has saved: it warms up or captures.
+        captures: whether later calls may replay it.
+        saved: tensors of that memory.
+    """
+
+    pair: Any
+    owns: bool
+    captures: bool
+    saved: Sequence[torch.Tensor]
+
+
 class Arena:
-    """One pool per device, and the lock that says who may use them.
+    """One pool per device, the lock that says who may use them, and which calls wait.
 
     A release may come from a destructor: on any thread, at any point, even while this thread looks for an arena. So
-    holding and releasing are single atomic steps without a queue.
+    holding and releasing are single atomic steps without a queue. Calls begin to wait while they hold the lock, and may
+    cease to at any time.
+
+    Attributes:
+        is_shared: whether calls of several pairs have ever been in it at once.
     """
 
     def __init__(self, backend: Backend, poison: bool) -> None:
         self._backend, self._poison = backend, poison
         self._held = threading.Lock()
+        self._waiting: dict[object, Waiting] = {}  # by their tokens, the first one first
+        self.is_shared = False
         self._pools: dict[torch.device, Pool] = {}
         self._lent: list[Lent] = []  # Note [Lent gradients]
         self._lent_to = 0  # the thread
@@ -70,25 +109,87 @@ class Arena:
         self.first_segments: dict[torch.device, int] = {}  # bytes that a pool with little memory is to get at once
         self.call_memory: CallMemory | None = None  # what the call takes that holds it, or did; None without a backward
         self._has_moved = False  # whether its graphs have lent what was moved, and its memory is too large without
-        # Ends the life of everything in its memory but what is lent.
+        # Ends the life of everything in its memory but what is lent, and what waiting calls have saved.
         self.release: Callable[[], None] = self._held.release
         if poison:
-            self.release = partial(_poison_and_release, self._pools, self._held, self._lent)
+            self.release = partial(_poison_and_release, self._pools, self._held, self._lent, self._waiting)
 
-    def try_hold(self) -> bool:
+    def try_hold(self, beside: Set[object] = _NOTHING) -> bool:
         """Takes the arena for the caller. False if another call has it, or if somebody held lent gradients.
 
         If they were moved, recordings have been dropped, maybe the one that the caller was about to replay. Those that
         were lent to another thread are not moved, and the arena is not free.
-        """
-        return self._held.acquire(False) and (not self._lent or self._take_back())
 
-    def hold(self) -> bool:
+        Args:
+            beside: tokens of the calls that may wait.
+        """
+        if not self._held.acquire(False):
+            return False
+        if self._waiting and not beside.issuperset(self._waiting):
+            self._held.release()
+            return False
+        return not self._lent or self._take_back()
+
+    def hold(self, beside: Set[object] = _NOTHING) -> bool:
         """`try_hold`, and again if that has moved gradients. The caller looks for dropped recordings afterwards."""
-        is_held = self.try_hold() or self.try_hold()
+        is_held = self.try_hold(beside) or self.try_hold(beside)
         if is_held and self._has_moved:
             self.trim()
         return is_held
+
+    # See Note [Shared arenas].
+
+    def join(self, pair: Any, *, captures: bool) -> bool:
+        """Takes the arena, in which calls of other pairs wait, for a call that warms up or captures. False if it may
+        not: somebody else has the arena, a waiting call owns nothing, or what is captured would never be replayed."""
+        waiting = [*self._waiting.values()]
+        if not waiting or not self._held.acquire(False):
+            return False
+        waiting = [*self._waiting.values()]
+        may = waiting and all(each.owns and each.pair is not pair for each in waiting)
+        if not may or (captures and not waiting[0].captures):
+            self._held.release()
+            return False
+        self.is_shared = True
+        return True
+
+    def wait(self, token: object, call: Waiting) -> None:
+        """The holder's forward is over: other calls may use what it has not saved."""
+        self._waiting[token] = call
+        self._held.release()
+
+    def resume(self, token: object, beside: Set[object] | None) -> bool:
+        """Takes the arena for the backward of a waiting call. False if another call has it, or others wait than may.
+
+        Args:
+            beside: tokens of the others that may wait; None: those whose tensors own what they have saved.
+        """
+        if not self._held.acquire(False):
+            return False
+        if not self.may_run(token, beside):
+            self._held.release()
+            return False
+        return True
+
+    def may_run(self, token: object, beside: Set[object] | None) -> bool:
+        """Whether only those wait besides the call with the token that may: see `resume`. Only for the holder."""
+        if beside is None:
+            beside = {each for each, call in [*self._waiting.items()] if call.owns}
+        return beside.issuperset(self.beside(token))
+
+    def leave(self, token: object, *, holds: bool) -> None:
+        """Nothing that a waiting call has saved is used any more."""
+        self._waiting.pop(token, None)
+        if holds or (self._poison and self._held.acquire(False)):
+            self.release()
+
+    def beside(self, token: object = None) -> frozenset[object]:
+        """The tokens of all calls that wait, but of one."""
+        return frozenset(each for each in [*self._waiting] if each is not token)
+
+    def others_of(self, pairs: Container[Any], token: object) -> bool:
+        """Whether a call of one of these pairs waits, besides that with the token."""
+        return any(call.pair in pairs for each, call in [*self._waiting.items()] if each is not token)
 
     def lend(self, owned: Sequence[Lent], by_replays: Sequence[Lent], thread: int) -> None:
         """Callers have these in its memory when it is released. Only for the holder.
@@ -156,7 +257,8 @@ class Arena:
                 stop_lending()
 
     def is_held(self) -> bool:
-        return self._held.locked()
+        """Whether a call runs in it, or waits."""
+        return self._held.locked() or bool(self._waiting)
 
     def forget(self, values: Iterable[torch.Tensor], kept: Iterable[torch.Tensor]) -> None:
         """While a call runs: nobody owns the memory of ``values`` any more, but what is ``kept``: it may be reused."""
@@ -187,8 +289,10 @@ class Arena:
         """Bytes of the workspaces of libraries that its captures use, outside of the pools; see `Pool.workspaces`."""
         return {where: nbytes for pool in self._pools.values() for where, nbytes in pool.workspaces().items()}
 
-    def trim(self) -> None:
-        """Gives back memory that no graph needs. Only for the holder."""
+    def trim(self, token: object = None) -> None:
+        """Gives back memory that no graph needs, unless others wait than the call with the token. Only for the holder."""
+        if self.beside(token):
+            return
         trimmed = [pool.trim() for pool in self._pools.values()]
         self._has_moved = self._has_moved and not all(trimmed)
 
@@ -197,17 +301,19 @@ class Arena:
             pool.close()
 
 
-def _poison_and_release(pools: Mapping[torch.device, Pool], held: threading.Lock, lent: Sequence[Lent]) -> None:
+def _poison_and_release(
+    pools: Mapping[torch.device, Pool], held: threading.Lock, lent: Sequence[Lent], waiting: Mapping[object, Waiting]
+) -> None:
     try:
-        _fill(pools, lent)
+        _fill(pools, lent, [tensor for each in [*waiting.values()] for tensor in each.saved])
     finally:
         held.release()
 
 
-def _fill(pools: Mapping[torch.device, Pool], lent: Sequence[Lent]) -> None:
-    """Poisons all pools, but what is lent."""
-    for pool in pools.values():
-        pool.poison([tensor for each in lent for tensor in each.held()])
+def _fill(pools: Mapping[torch.device, Pool], lent: Sequence[Lent], saved: Sequence[torch.Tensor] = ()) -> None:
+    """Poisons all pools, but what is lent, and what waiting calls have saved."""
+    for device, pool in pools.items():
+        pool.poison([*(t for each in lent for t in each.held()), *(t for t in saved if t.device == device)])
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -286,15 +392,22 @@ class Arenas:
         """Raises the limit while ``pair`` lives, by what each may have."""
         self._pairs.add(pair)
 
-    def hold(self, preferred: list[Arena], call_memory: CallMemory | None) -> Arena | None:
-        """Takes a free arena, one of ``preferred`` if possible, a new one if none is free; None past the limit.
+    def hold(
+        self, preferred: list[Arena], call_memory: CallMemory | None, join: Callable[[Arena], bool]
+    ) -> Arena | None:
+        """Takes a free arena, one of ``preferred`` if possible, or one that the call may share; a new one if there is
+        none; None past the limit.
 
         Args:
             call_memory: of the call. If it holds the arena until its backward, while others are in flight, it leaves
                 an arena that is much too large to those, and has a new one.
+            join: takes an arena in which other calls wait, if it may.
         """
         for arena in preferred:
             if arena.hold():
+                return arena
+        for arena in _alive(self._arenas):
+            if join(arena):
                 return arena
         is_among_others = call_memory is not None and self.is_another_held()
         return self._hold_one_of(self._arenas, call_memory.shared if call_memory and is_among_others else None)
@@ -305,7 +418,7 @@ class Arenas:
             each.call_memory for each in _alive(self._arenas) if each.call_memory is not None and each.is_held()
         ]
         existing = max((scratch.nbytes() for scratch in _alive(self._scratch)), default=0)
-        if arena.call_memory is None or not arena.call_memory.belongs_apart(in_flight, existing):
+        if arena.is_shared or arena.call_memory is None or not arena.call_memory.belongs_apart(in_flight, existing):
             return None
         return self._hold_one_of(self._scratch)
 

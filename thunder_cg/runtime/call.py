@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import enum
 import time
+from collections.abc import Set
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from thunder_cg.errors import SkipReason
-from thunder_cg.runtime.arena import Arena
+from thunder_cg.runtime.arena import Arena, Waiting
 from thunder_cg.runtime.lent import Lent
 from thunder_cg.runtime.ranks.agreement import Round
 from thunder_cg.runtime.recording import Recording, TraceRecording
@@ -53,7 +54,9 @@ class Call:
         self.thread = get_ident()
         self.why_eager: SkipReason | None = None
         self.verifies = False  # whether replays are compared with eager runs
-        self.arena: Arena | None = None  # that it holds
+        self.arena: Arena | None = None  # that it holds, or waits in
+        self.token: object = None  # by which the arena knows that it waits: see Note [Shared arenas]
+        self.runs = True  # whether it holds the arena, if it has one
         self.scratch: Arena | None = None  # that its backward holds besides: see Note [Scratch arenas]
         self.recording: Recording | None = None
         self.trace: TraceRecording | None = None  # the part of the recording that is for the trace that runs
@@ -73,7 +76,8 @@ class Call:
         call = cls(program)
         recording.replays += 1
         call.arena, call.recording, call.trace = recording.arena, recording, recording.forward
-        recording.arena.call_memory = program.pair.call_memory
+        if not recording.arena.is_shared:
+            recording.arena.call_memory = program.pair.call_memory
         return call.switch_to(Mode.REPLAY)
 
     def switch_to(self, mode: Mode) -> Call:
@@ -101,10 +105,28 @@ class Call:
         self.lent += self.trace.lent if self.trace is not None else []
         self.recording = self.trace = None
         for arena in self.arenas():
-            arena.trim()
+            arena.trim(self.token)
+
+    def await_backward(self) -> None:
+        """The forward is over: others may use what it has not saved of the arena. See Note [Shared arenas]."""
+        arena, recording, owns = self.arena, self.recording, self.mode in (Mode.WARMUP, Mode.CAPTURE)
+        if arena is None or not self.runs or not (owns or (arena.is_shared and self.mode is Mode.REPLAY)):
+            return
+        saved = [*self.owned.values(), *(recording.saved() if recording is not None else ())]
+        self.token = recording.token if recording is not None else object()
+        self.runs = False
+        arena.wait(self.token, Waiting(self.program.pair, owns, self.mode is Mode.CAPTURE, saved))
+
+    def resume(self, beside: Set[object] | None) -> bool:
+        """Takes the arena for the backward. False if others than those ``beside`` it use it: see `Arena.resume`."""
+        assert self.arena is not None
+        if self.runs:
+            return self.arena.may_run(self.token, beside)
+        self.runs = self.arena.resume(self.token, beside)
+        return self.runs
 
     def release(self) -> None:
-        """Gives the arena back. Nothing in its memory may be used any more."""
+        """Gives the arena back. Nothing that the call has in its memory may be used any more."""
         scratch, self.scratch, arena, self.arena = self.scratch, None, self.arena, None
         lent, by_replays, self.lent = self.lent, self.trace.lent if self.trace is not None else [], []
         self.owned = {}
@@ -114,7 +136,7 @@ class Call:
         if arena is not None:
             if lent or by_replays:
                 arena.lend(lent, by_replays, self.thread)
-            arena.release()
+            arena.leave(self.token, holds=self.runs)
 
     def arenas(self) -> list[Arena]:
         """Those that it holds."""

@@ -109,7 +109,7 @@ class Pair:
             if any(trace.lent for trace in recording.traces()):
                 self.discard(recording, "its backward lends gradients")
 
-    def retire(self, recording: Recording) -> bool:
+    def retire(self, recording: Recording, why: str) -> bool:
         """Drops a recording that did not fit to the end of a call, so that the next call makes one that does.
 
         Not for ever: returns whether it did.
@@ -117,7 +117,7 @@ class Pair:
         if self._retired >= self._options.max_recordings:
             return False
         self._retired += 1
-        self.drop(recording, "what an eager operator made is not laid out as when it was captured")
+        self.drop(recording, why)
         return True
 
     def release(self, why: str) -> None:
@@ -146,20 +146,29 @@ class Pair:
 
     # Arenas
 
-    def hold_arena(self) -> Arena | None:
-        """A free arena, if there is one, or after garbage was collected: outputs in reference cycles hold arenas."""
-        arena = self._arenas.hold(self._used, self.call_memory)
+    def hold_arena(self, *, captures: bool) -> Arena | None:
+        """An arena, if there is one, or after garbage was collected: outputs in reference cycles hold arenas.
+
+        Args:
+            captures: whether the call is to be captured.
+        """
+
+        def join(arena: Arena) -> bool:
+            return not self.groups and arena.join(self, captures=captures)
+
+        arena = self._arenas.hold(self._used, self.call_memory, join)
         if arena is None:
             self._found_held += 1
             if self._found_held >= self._collect_at:
                 gc.collect()
-                arena = self._arenas.hold(self._used, self.call_memory)
+                arena = self._arenas.hold(self._used, self.call_memory, join)
                 if arena is None:
                     self._collect_at *= 2  # these are no cycles: look again, but less and less often
                 else:
                     self._found_held, self._collect_at, self.had_cycles = 0, 1, True
         if arena is not None:
-            arena.call_memory = self.call_memory
+            if not arena.beside():
+                arena.call_memory = self.call_memory
             if arena not in self._used:
                 self._used.append(arena)
         return arena
@@ -193,10 +202,11 @@ class Pair:
                     self._sharing.add(other)
                 pairs.add(self)
 
-    def is_alone(self, arena: Arena) -> bool:
-        """Whether no call but the one that holds ``arena`` awaits its backward, or runs, here and in pairs that have a
-        gradient of the same parameter."""
-        return all(
+    def is_alone(self, arena: Arena, token: object) -> bool:
+        """Whether no call but the one with ``token`` in ``arena`` awaits its backward, or runs, here and in pairs that
+        have a gradient of the same parameter."""
+        pairs = (self, *self._sharing)
+        return not arena.others_of(pairs, token) and all(
             not pair.awaiting_backward and not any(other is not arena and other.is_held() for other in pair._used)
-            for pair in (self, *self._sharing)
+            for pair in pairs
         )

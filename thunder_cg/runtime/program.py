@@ -265,7 +265,7 @@ class Program:
         pair = self.pair
         for recording in pair.recordings:
             assert recording.forward is not None
-            if recording.forward.guard.holds(inputs) and recording.arena.hold():
+            if recording.forward.guard.holds(inputs) and recording.arena.hold(recording.forward.beside):
                 if recording.dropped:  # to move what it had lent
                     recording.arena.release()
                     continue
@@ -287,7 +287,7 @@ class Program:
         call = Call(self)
         if pair.selection is not None and pair.selection.begin_eager(call):
             return call.run_eagerly(skip_reasons.TIMED, strict=False)
-        call.arena = pair.hold_arena()
+        call.arena = pair.hold_arena(captures=self.inputs.key(inputs) in self._warm)
         if pair.had_cycles:
             self.counts.remark = _CYCLES
         if call.arena is None:
@@ -328,11 +328,15 @@ class Program:
             return call.run_eagerly(skip_reasons.WATCHED)
         if call.recording is not None:
             for trace in call.recording.backwards:
-                if trace.guard.holds(inputs) and call.try_hold_scratch(trace.scratch):
+                if trace.guard.holds(inputs) and call.resume(trace.beside) and call.try_hold_scratch(trace.scratch):
                     call.trace, call.verifies = trace, self._verifies()
                     return call.switch_to(Mode.REPLAY)
         if (reason := self.inputs.unsupported(inputs)) is not None:
             return call.run_eagerly(reason)
+        if not call.resume(None):
+            if call.recording is not None:
+                self.pair.retire(call.recording, skip_reasons.OTHERS_WAIT.problem)
+            return call.run_eagerly(skip_reasons.OTHERS_WAIT, strict=False)
         if call.scratch is None and (scratch := self.pair.hold_scratch(call.arena)) is not None:
             call.scratch = scratch
             scratch.enter()
@@ -386,7 +390,10 @@ class Program:
             if tensor is not None and (self.is_static(name, recording) or call.owns(name, tensor))
         ]
         guard = Guard(inputs, static, self.inputs.written, self.inputs.settings)
-        call.trace = TraceRecording(guard, [None] * len(self.regions), self.counts.calls, call.scratch, call.key)
+        call.trace = TraceRecording(
+            *(guard, [None] * len(self.regions), self.counts.calls, call.scratch, call.key),
+            beside=recording.arena.beside(recording.token),
+        )
         call.verifies = self.options.verify is not None
         self._schedule_verification()
         return call.switch_to(Mode.CAPTURE)
@@ -487,6 +494,7 @@ class Program:
         """Ends a forward that awaits its backward: the arena is held until that ran or can no longer come."""
         self._end_trace(call)
         self.pair.awaiting_backward.add(call)
+        call.await_backward()
         return SavedState.of(call, others)
 
     def end_call(self, call: Call) -> None:

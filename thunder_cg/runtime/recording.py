@@ -143,6 +143,7 @@ class TraceRecording:
     scratch: Arena | None = None  # of a backward that does not allocate in the recording's arena
     key: Any = None  # the layout that it was captured for
     lent: list[Lent] = field(default_factory=list)  # what its replays lend
+    beside: frozenset[object] = frozenset()  # tokens of the calls beside which it may be replayed
 
 
 @dataclass(slots=True, eq=False)
@@ -157,12 +158,18 @@ class Recording(RecordingUse):
     keeps_saved: bool = False  # whether ``owned`` is kept after that, so that more backwards can be captured
     dropped: bool = True  # whether no later call may replay it
     incomplete: bool = False  # whether the next call is to record all of it anew, since a region failed
+    token: object = field(default_factory=object)  # of calls that replay it: see Note [Shared arenas]
     may_launch_early: bool = True  # whether a call without effects may launch before all its checks are made
 
     def arenas(self) -> list[Arena]:
         """Those that its graphs use."""
         scratch = (trace.scratch for trace in self.backwards if trace.scratch is not None)
         return [*dict.fromkeys((self.arena, *scratch))]
+
+    def saved(self) -> list[torch.Tensor]:
+        """What its forward leaves in the arena."""
+        graphs = self.forward.graphs if self.forward is not None else []
+        return [each for graph in graphs if graph is not None for each in graph.fixed if each is not None]
 
     def traces(self) -> list[TraceRecording]:
         """All that it has recorded."""

@@ -155,8 +155,9 @@ class RuntimeRegion:
                         raise
                 else:
                     assert call.recording is not None
-                    problem = f"{self.name}: what an eager operator made is not laid out as when it was captured"
-                    call.run_eagerly(SkipReason(problem), strict=not call.program.pair.retire(call.recording))
+                    problem = "what an eager operator made is not laid out as when it was captured"
+                    is_retired = call.program.pair.retire(call.recording, problem)
+                    call.run_eagerly(SkipReason(f"{self.name}: {problem}"), strict=not is_retired)
         elif any(refuses_writes(args[i]) for i in self.written):
             call.run_eagerly(skip_reasons.WRITTEN_OUTSIDE, strict=False)  # which raises, as below
         elif any(is_leaf_with_grad(args[i]) for i in self.not_leaves):
@@ -363,7 +364,7 @@ class RuntimeRegion:
         """Whether the caller gets what it warms up or captures in the arena's memory. See Note [Lent gradients]."""
         pair, is_backward = call.program.pair, call.program.kind == "backward"
         may_lend = not (self._stay_and_copied or self.is_always_verified)
-        return is_backward and may_lend and pair.lends and call.scratch is None
+        return is_backward and may_lend and pair.lends and call.scratch is None and not call.memory.beside(call.token)
 
     def function_in_arena(self, call: Call, args: Sequence[Any]) -> Callable[..., Sequence[Any]]:
         """What a warm-up or a capture runs. It copies nothing early where results are lent."""

@@ -57,6 +57,10 @@ GROUP_IS_GONE = SkipReason("the process group of its collectives has been destro
 
 # What is active around the call, so that its line says what to change.
 AROUND_CALLS = frozenset({WATCHED, RETAINED, HOOKS, FORWARD_AD, TRACED})
+OTHERS_WAIT = SkipReason(
+    "another call uses the memory pool, which did not when the backward was captured",
+    "run backwards in the opposite order of their forwards, and drop or detach() what needs none",
+)
 # A graph around the call is to hold what it does, or the forward has said why: no mistake for ``strict=True``.
 HELD_ELSEWHERE = frozenset({IN_CAPTURE, IN_STEP, FORWARD_WAS_EAGER})
 
