@@ -151,6 +151,7 @@ class Arena:
             self._held.release()
             return False
         self.is_shared = True
+        self._may_allocate()
         return True
 
     def wait(self, token: object, call: Waiting) -> None:
@@ -169,7 +170,15 @@ class Arena:
         if not self.may_run(token, beside):
             self._held.release()
             return False
+        if beside is None:
+            self._may_allocate(token)
         return True
+
+    def _may_allocate(self, token: object = None) -> None:
+        """Poisons what the pools may hand out from here on: all that no tensors own, but what the call has saved."""
+        if self._poison:
+            waiting = [call for each, call in [*self._waiting.items()] if call.owns or each is token]
+            _fill(self._pools, self._lent, [tensor for call in waiting for tensor in call.saved])
 
     def may_run(self, token: object, beside: Set[object] | None) -> bool:
         """Whether only those wait besides the call with the token that may: see `resume`. Only for the holder."""
