@@ -140,6 +140,7 @@ class Emitter:
             return [*copies, end, self._return.from_bsym(args=args)]
         outcome = compat.tree_map(self._copied, args[0])
         tensors, others = args[1]
+        self._program.is_continued = bool(names_in(tensors) or others)
         saved = self._handle("saved state", "others0")
         end = self._bind("cudagraph_end_forward", self._program.end_forward, [call, *others], saved)
         return [end, self._return.from_bsym(args=(outcome, (tensors, saved)))]

@@ -154,6 +154,18 @@ def test_inference_between_forward_and_backward(chains, device):
     assert len(arenas(graphed)) == 1
 
 
+def test_a_loss_that_is_kept_holds_no_arena(transform, device):
+    """The last function saves nothing, so its backward does not continue its calls."""
+    graphed = thunder.jit(lambda a, b: torch.stack([a, b]).sum(), transforms=[transform()])
+    for _ in range(5):
+        a, b = (torch.ones((), device=device, requires_grad=True) for _ in range(2))
+        loss = graphed(a, b)
+        loss.backward()
+        assert a.grad == b.grad == 1 and loss == 2
+        assert not any(arena.is_held() for arena in arenas([graphed]))
+    assert replays(graphed) >= 6
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_whatever_is_called(chains, device, seed):
     """Forwards, backwards, dropped losses and inference in random order, in three layers and with two sizes."""

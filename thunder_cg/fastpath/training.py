@@ -110,7 +110,9 @@ class TrainingFastPath:
         outputs = self._apply(node, passed, given, self._constant, *arguments)[-len(given) :]
         for i, output in zip(self._outputs, outputs):
             results[i] = output
-        if self._arena.is_shared:
+        if not program.is_continued:
+            call.release()
+        elif self._arena.is_shared:
             call.await_backward()
         return self._result.of(values, results)
 

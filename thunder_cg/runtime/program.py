@@ -110,6 +110,7 @@ class Program:
         # After so many calls, the next replay is verified.
         self.verify_after = 0 if isinstance(self.options.verify, int) else sys.maxsize
         self._is_quarantined = False
+        self.is_continued = True  # of a forward: whether it saves anything, so that its calls go on in the backward
         self._begins_calls = forward is None  # other programs continue the calls of their forward
         self.pair: Pair = Pair(self.label, self.options, shared.arenas) if forward is None else forward.pair
         in_pool = {name for each in (forward.regions if forward is not None else ()) for name in each.names_in_pool}
@@ -491,10 +492,13 @@ class Program:
     # How a call ends
 
     def end_forward(self, call: Call, *others: Any) -> SavedState:
-        """Ends a forward that awaits its backward: the arena is held until that ran or can no longer come."""
-        self._end_trace(call)
-        self.pair.awaiting_backward.add(call)
-        call.await_backward()
+        """Ends a forward that awaits its backward: what it has saved stays until that ran or can no longer come."""
+        if not self.is_continued:
+            self.end_call(call)
+        else:
+            self._end_trace(call)
+            self.pair.awaiting_backward.add(call)
+            call.await_backward()
         return SavedState.of(call, others)
 
     def end_call(self, call: Call) -> None:
