@@ -77,13 +77,15 @@ class Waiting:
         pair: the pair of programs that the call is of.
         owns: whether tensors own what it has saved: it warms up or captures.
         captures: whether later calls may replay it.
-        saved: tensors of that memory.
+        thread: that its forward ran on.
+        saved: the tensors that it has in the arena, while it lives.
     """
 
     pair: Any
     owns: bool
     captures: bool
-    saved: Sequence[torch.Tensor]
+    thread: int
+    saved: Callable[[], Sequence[torch.Tensor]]
 
 
 class Arena:
@@ -125,7 +127,7 @@ class Arena:
         """
         if not self._held.acquire(False):
             return False
-        if self._waiting and not beside.issuperset(self._waiting):
+        if self._waiting and not beside >= self._waiting.keys():
             self._held.release()
             return False
         return not self._lent or self._take_back()
@@ -142,11 +144,10 @@ class Arena:
     def join(self, pair: Any, *, captures: bool) -> bool:
         """Takes the arena, in which calls of other pairs wait, for a call that warms up or captures. False if it may
         not: somebody else has the arena, a waiting call owns nothing, or what is captured would never be replayed."""
-        waiting = [*self._waiting.values()]
-        if not waiting or not self._held.acquire(False):
+        if not self._waiting or not self._held.acquire(False):
             return False
-        waiting = [*self._waiting.values()]
-        may = waiting and all(each.owns and each.pair is not pair for each in waiting)
+        waiting, thread = [*self._waiting.values()], threading.get_ident()
+        may = waiting and all(each.owns and each.pair is not pair and each.thread == thread for each in waiting)
         if not may or (captures and not waiting[0].captures):
             self._held.release()
             return False
@@ -178,13 +179,13 @@ class Arena:
         """Poisons what the pools may hand out from here on: all that no tensors own, but what the call has saved."""
         if self._poison:
             waiting = [call for each, call in [*self._waiting.items()] if call.owns or each is token]
-            _fill(self._pools, self._lent, [tensor for call in waiting for tensor in call.saved])
+            _fill(self._pools, self._lent, [tensor for call in waiting for tensor in call.saved()])
 
     def may_run(self, token: object, beside: Set[object] | None) -> bool:
         """Whether only those wait besides the call with the token that may: see `resume`. Only for the holder."""
         if beside is None:
             beside = {each for each, call in [*self._waiting.items()] if call.owns}
-        return beside.issuperset(self.beside(token))
+        return beside >= self.beside(token)
 
     def leave(self, token: object, *, holds: bool) -> None:
         """Nothing that a waiting call has saved is used any more."""
@@ -299,7 +300,7 @@ class Arena:
         return {where: nbytes for pool in self._pools.values() for where, nbytes in pool.workspaces().items()}
 
     def trim(self, token: object = None) -> None:
-        """Gives back memory that no graph needs, unless others wait than the call with the token. Only for the holder."""
+        """Gives back memory that no graph needs, unless calls wait but the one with the token. Only for the holder."""
         if self.beside(token):
             return
         trimmed = [pool.trim() for pool in self._pools.values()]
@@ -314,7 +315,7 @@ def _poison_and_release(
     pools: Mapping[torch.device, Pool], held: threading.Lock, lent: Sequence[Lent], waiting: Mapping[object, Waiting]
 ) -> None:
     try:
-        _fill(pools, lent, [tensor for each in [*waiting.values()] for tensor in each.saved])
+        _fill(pools, lent, [tensor for each in [*waiting.values()] for tensor in each.saved()])
     finally:
         held.release()
 

@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import enum
 import time
+import weakref
 from collections.abc import Set
+from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
@@ -112,10 +114,10 @@ class Call:
         arena, recording, owns = self.arena, self.recording, self.mode in (Mode.WARMUP, Mode.CAPTURE)
         if arena is None or not self.runs or not (owns or (arena.is_shared and self.mode is Mode.REPLAY)):
             return
-        saved = [*self.owned.values(), *(recording.saved() if recording is not None else ())]
         self.token = recording.token if recording is not None else object()
         self.runs = False
-        arena.wait(self.token, Waiting(self.program.pair, owns, self.mode is Mode.CAPTURE, saved))
+        captures, saved = self.mode is Mode.CAPTURE, partial(_saved, weakref.ref(self))
+        arena.wait(self.token, Waiting(self.program.pair, owns, captures, self.thread, saved))
 
     def resume(self, beside: Set[object] | None) -> bool:
         """Takes the arena for the backward. False if others than those ``beside`` it use it: see `Arena.resume`."""
@@ -169,6 +171,13 @@ class Call:
     def __del__(self) -> None:
         if hasattr(self, "arena"):  # not so of a copy that was never finished
             self.release()
+
+
+def _saved(reference: weakref.ref[Call]) -> list[torch.Tensor]:
+    """The tensors that a call has in its arena; none if it is gone."""
+    if (call := reference()) is None:
+        return []
+    return [*call.owned.values(), *(call.recording.saved() if call.recording is not None else ())]
 
 
 class SavedState(tuple):

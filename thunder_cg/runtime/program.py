@@ -391,10 +391,9 @@ class Program:
             if tensor is not None and (self.is_static(name, recording) or call.owns(name, tensor))
         ]
         guard = Guard(inputs, static, self.inputs.written, self.inputs.settings)
-        call.trace = TraceRecording(
-            *(guard, [None] * len(self.regions), self.counts.calls, call.scratch, call.key),
-            beside=recording.arena.beside(recording.token),
-        )
+        beside = recording.arena.beside(recording.token)
+        graphs: list[RegionGraph | None] = [None] * len(self.regions)
+        call.trace = TraceRecording(guard, graphs, self.counts.calls, call.scratch, call.key, beside=beside)
         call.verifies = self.options.verify is not None
         self._schedule_verification()
         return call.switch_to(Mode.CAPTURE)

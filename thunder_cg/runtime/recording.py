@@ -169,7 +169,8 @@ class Recording(RecordingUse):
     def saved(self) -> list[torch.Tensor]:
         """What its forward leaves in the arena."""
         graphs = self.forward.graphs if self.forward is not None else []
-        return [each for graph in graphs if graph is not None for each in graph.fixed if each is not None]
+        fixed = (each for graph in graphs if graph is not None for each in graph.fixed if each is not None)
+        return [*fixed, *self.owned.values()]
 
     def traces(self) -> list[TraceRecording]:
         """All that it has recorded."""

@@ -364,7 +364,12 @@ class RuntimeRegion:
         """Whether the caller gets what it warms up or captures in the arena's memory. See Note [Lent gradients]."""
         pair, is_backward = call.program.pair, call.program.kind == "backward"
         may_lend = not (self._stay_and_copied or self.is_always_verified)
-        return is_backward and may_lend and pair.lends and call.scratch is None and not call.memory.beside(call.token)
+        if not (is_backward and may_lend and pair.lends) or call.scratch is not None:
+            return False
+        if call.mode is Mode.CAPTURE:
+            assert call.trace is not None
+            return not call.trace.beside
+        return not call.memory.beside(call.token)
 
     def function_in_arena(self, call: Call, args: Sequence[Any]) -> Callable[..., Sequence[Any]]:
         """What a warm-up or a capture runs. It copies nothing early where results are lent."""
