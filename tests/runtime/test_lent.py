@@ -139,7 +139,7 @@ def test_accumulation(device, pair):
 
 
 @pytest.mark.parametrize("at", [0, 1, 3])
-@pytest.mark.nightly_after(2)
+@pytest.mark.nightly_after(1)
 def test_an_evaluation_before_the_gradients_are_used(device, pair, at):
     graphed = pair[1]
     with torch.no_grad():
@@ -160,7 +160,7 @@ def test_an_evaluation_before_the_gradients_are_used(device, pair, at):
     ids=["of another library", "it", "alias", "view", "storage"],
 )
 @pytest.mark.parametrize("at", [0, 1, 4])
-@pytest.mark.nightly_after(3)
+@pytest.mark.nightly_after(2)
 def test_what_is_kept_of_gradients_keeps_its_values(device, pair, of, at):
     kept, clones = [], []
     for i in range(8):
@@ -253,7 +253,7 @@ def test_no_memory_to_move_them(device, backend, pair, monkeypatch):
 
 @pytest.mark.parametrize("at", [1, 2, 4])
 @pytest.mark.parametrize("how", ["release", "delete", "collect"])
-@pytest.mark.nightly_after(3)
+@pytest.mark.nightly_after(2)
 def test_gradients_outlive_the_graphs(backend, device, how, at):
     plain, graphed = twice(mlp(3, 16).to(device), cudagraph_transform(backend=backend))
     for i in range(at):
