@@ -589,7 +589,7 @@ def test_a_launch_is_refused(pair, monkeypatch, fail, backend, model, trains):
 
 @pytest.mark.parametrize("trains", [True, False], ids=["training", "inference"])
 @pytest.mark.parametrize("model", [Net, Other, Halves])
-@pytest.mark.nightly_after(3)
+@pytest.mark.nightly_after(2)
 def test_no_memory_for_the_results_of_a_replay(pair, fail, device, model, trains):
     allocations = [fail(Outputs, "allocate"), fail(_c_guards, f"_empty_strided_{device}")]
     twins = pair(model(), trains=trains)

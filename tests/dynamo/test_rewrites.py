@@ -286,6 +286,7 @@ def _finite_and_smallest(y):
     ],
     ids=["isfinite", "argmin", "under no_grad", "checkpointed"],
 )
+@pytest.mark.nightly_after(2)
 def test_results_without_a_gradient_of_what_has_one(backend, device, fn):
     model = Around(fn).to(device)
     graphed = trains_alike(model, lambda: torch.randn(4, 8, device=device), backend, 1e-6)
@@ -1703,7 +1704,7 @@ def _read_before(x, w):
 
 @pytest.mark.parametrize("fn", [_narrow, _swapaxes, _detach, _ravel, _read_before])
 @pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.nightly_after(7)
+@pytest.mark.nightly_after(4)
 def test_writes_and_reads_in_their_order(backend, device, fn, grad):
     """Thunder's fusions by data flow may move a write; and Thunder does not know that ``ravel`` makes a view."""
     graphed = thunderfx(fn, backend=backend)
@@ -1738,7 +1739,7 @@ def test_what_an_operator_in_place_returns_is_no_view(backend, device):
 
 
 @pytest.mark.parametrize("number", [-1, 0.5, -0.0, True, [2], [[0.1, 0.1]]])
-@pytest.mark.nightly_after(4)
+@pytest.mark.nightly_after(2)
 def test_tensors_of_one_number(backend, device, number):
     """As a cache of Transformers has them: a copy from the host would be eager."""
 

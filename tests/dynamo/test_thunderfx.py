@@ -975,6 +975,7 @@ class _KeepsAfterwards(nn.Module):
         (_Keeps(0), "not self.seen", "add to self.seen after the call, not in it", _KeepsAfterwards()),
     ],
 )
+@pytest.mark.nightly_after(1)
 def test_the_report_says_what_to_do_about_what_a_module_changes_itself(model, condition, advice, better):
     compiled, mended = thunderfx(model, backend="tape"), thunderfx(better, backend="tape")
     x = torch.randn(4)
@@ -1319,6 +1320,7 @@ def test_a_hook_that_keeps_what_it_sees():
     ],
     ids=["a string", "a dtype", "a length"],
 )
+@pytest.mark.nightly_after(2)
 def test_what_to_do_about_compilations(values, condition, fix):
     def function(x, mode):
         return torch.sin(x) * (len(mode) if isinstance(mode, list) else 2 + (mode == "a"))

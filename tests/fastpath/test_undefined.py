@@ -80,6 +80,7 @@ def test_gradients_that_a_loss_does_not_depend_on_are_none(forward: Callable[...
 
 
 @pytest.mark.parametrize("forward", [_across_a_break, _checkpointed])
+@pytest.mark.nightly_after(1)
 def test_gradients_are_none_across_graphs_of_dynamos(forward: Callable[..., Any]) -> None:
     net = Net(forward)
     plain = copy.deepcopy(net)

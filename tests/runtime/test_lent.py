@@ -92,6 +92,7 @@ def fails_if(raises, gradient):
 
 
 @pytest.mark.parametrize("others", [0, 1])
+@pytest.mark.nightly_after(1)
 def test_what_a_backward_that_raises_leaves_in_the_queue_of_autograd(backend, device, others):
     """It is no loan that somebody holds, nor is another function's call in flight whose node is there."""
     pairs = [twice(mlp(2, 16).to(device), cudagraph_transform(backend=backend)) for _ in range(1 + others)]

@@ -226,6 +226,7 @@ def test_accumulation_captures_each_kind_of_call_once(step_twins, form, to_none)
 
 
 @pytest.mark.parametrize("held", ["nothing", "one", "all", "a view"])
+@pytest.mark.nightly_after(2)
 def test_gradients_that_are_made_outside_of_the_step(step_twins, held):
     """They are elsewhere in each call, and what somebody holds is not overwritten."""
 
@@ -1096,6 +1097,7 @@ def test_a_view_that_pytorch_lets_nobody_use(step_twins):
 
 
 @pytest.mark.parametrize("change", ["memory", "shape", "requires_grad"])
+@pytest.mark.nightly_after(2)
 def test_a_tensor_that_is_left_otherwise_is_refused(step_twins, change):
     def make(model):
         optimizer, spare = sgd(model.parameters()), torch.zeros(3, 8, device=step_twins.device)

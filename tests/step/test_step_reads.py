@@ -225,6 +225,7 @@ IN_CI = {"compiled", "a base class", "a property"}
 
 
 @pytest.mark.parametrize("kind", [k if k in IN_CI else pytest.param(k, marks=pytest.mark.nightly) for k in FUNCTIONS])
+@pytest.mark.nightly_after(2)
 def test_functions_that_are_called_indirectly(step_twins, kind):
     step = changing(step_twins, FUNCTIONS[kind], set_scale, calls=11)
     # Dynamo compiles a number that has changed as a tensor on the host, which no graph can read.
@@ -301,6 +302,7 @@ manual_seed = torch.compiler.disable(torch.random.manual_seed)  # as Dynamo has 
 
 
 @pytest.mark.parametrize("how", ["manual_seed", "fork_rng", "checkpoint"])
+@pytest.mark.nightly_after(2)
 def test_a_step_that_sets_the_random_state(step_twins, how):
     def of(y):
         if how == "manual_seed":

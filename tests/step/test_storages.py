@@ -314,6 +314,7 @@ def test_what_is_kept_shows_what_is_written_to_the_tensor(step_twins):
 
 
 @pytest.mark.parametrize("way", ["offset", "resize"])
+@pytest.mark.nightly_after(1)
 def test_a_tensor_moves_within_its_memory(step_twins, way):
     """Nobody else has the memory, so only the address shows it."""
     weights = []

@@ -597,6 +597,7 @@ def test_under_hooks_there_is_nothing_to_verify(twins, device):
 
 
 @pytest.mark.parametrize("step", ["__init__", "run"])
+@pytest.mark.nightly_after(1)
 def test_out_of_memory_costs_no_call(twins, device, monkeypatch, step):
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise torch.OutOfMemoryError("planted")
@@ -636,6 +637,7 @@ def drawing(monkeypatch: pytest.MonkeyPatch, device: str, step: str, times: int)
 
 
 @pytest.mark.parametrize("step", ["__init__", "run", "replay"])
+@pytest.mark.nightly_after(2)
 def test_a_region_that_draws_nothing_leaves_generators_alone(twins, device, monkeypatch, step):
     plain, graphed = twins(lambda x: torch.tanh(torch.sin(x) + 1) * 2, verify=1)
     for on in {"cpu", device}:
