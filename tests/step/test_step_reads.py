@@ -225,7 +225,6 @@ IN_CI = {"compiled", "a base class", "a property"}
 
 
 @pytest.mark.parametrize("kind", [k if k in IN_CI else pytest.param(k, marks=pytest.mark.nightly) for k in FUNCTIONS])
-@pytest.mark.nightly_after(2)
 def test_functions_that_are_called_indirectly(step_twins, kind):
     step = changing(step_twins, FUNCTIONS[kind], set_scale, calls=11)
     # Dynamo compiles a number that has changed as a tensor on the host, which no graph can read.
