@@ -23,12 +23,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     counts, chosen, others = Counter[tuple[str, Any]](), [], []
+    runs_all = config.getoption("nightly") or config.getoption("programs") is not None
     for item in items:
         is_nightly = item.get_closest_marker("nightly") is not None
         if (after := item.get_closest_marker("nightly_after")) is not None:
             counts[of := (item.nodeid.partition("[")[0], item.callspec.params.get("backend"))] += 1
             is_nightly |= counts[of] > after.args[0]
-        (others if is_nightly and not config.getoption("nightly") else chosen).append(item)
+        (others if is_nightly and not runs_all else chosen).append(item)
     items[:] = chosen
     config.hook.pytest_deselected(items=others)  # to skip one takes as long as a quick test
 

@@ -11,7 +11,7 @@ import torch
 import torch._dynamo
 from thunder.core import interpreter
 from torch._dynamo import guards
-from torch._inductor import cpu_vec_isa
+from torch._inductor import config as inductor_config, cpp_builder, cpu_vec_isa
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 from thunder_cg.compat.tracing import faster_tracing
@@ -30,10 +30,16 @@ def _callers(context: int = 1) -> list[inspect.Traceback]:
 # It asks for the whole stack, with source lines, to know who called: a tenth of the time, as pytest's stack is deep.
 interpreter.inspect = types.SimpleNamespace(**{**vars(inspect), "stack": _callers})
 
-# Whether what was compiled for the processor's instructions can be loaded, it asks ten processes that import PyTorch.
+# That vectors compile, it would find out in seconds. Whether what was compiled for rarer instructions can be loaded, it
+# asks processes that import PyTorch.
+inductor_config.cpp.vec_isa_ok = True
 cpu_vec_isa.subprocess = types.SimpleNamespace(
     **{**vars(subprocess), "check_call": lambda command, **_: exec(command[-1], {})}
 )
+
+# A C++ kernel of tests is small. Most of what -O3 takes, it takes for the headers.
+_flags = cpp_builder._get_optimization_cflags
+cpp_builder._get_optimization_cflags = lambda compiler, *_: _flags(compiler, min_optimize=True)
 
 # It times several ways to run a kernel and takes the fastest. A model's twin would get another one, whose sums
 # differ in the last bit. So all are equally fast, and it takes the first.

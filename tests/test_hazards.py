@@ -381,7 +381,7 @@ INPLACE = [*((name, (0.5, True, True)) for name in DROPS), ("elu", (1.0, True)),
 
 
 @pytest.mark.parametrize(("name", "options"), INPLACE)
-@pytest.mark.nightly_after(4)
+@pytest.mark.nightly_after(2)
 def test_inplace_operators(twins, device, name, options):
     """What Thunder hands on to PyTorch as it is, and what it writes out."""
     operator = getattr(nn.functional, name)
@@ -576,6 +576,7 @@ def test_detached_arguments(transform, device):
 @pytest.mark.parametrize(
     "make", [lambda b: b[0], lambda b: b[1], lambda b: b.t()[:3]], ids=["first", "row", "transposed"]
 )
+@pytest.mark.nightly_after(2)
 def test_overlapping_arguments_read(twins, device, make):
     """Thunder alone raises, or reads one in the place of the other: this compares with PyTorch."""
 
@@ -770,6 +771,7 @@ def test_weight_changed_before_backward(twins, device):
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0]])
+@pytest.mark.nightly_after(2)
 def test_forwards_in_flight(twins, device, order):
     plain, graphed = twins(MLP(p=0.3))
     for step in range(4):
@@ -1598,13 +1600,11 @@ def test_dropped_models(transform, device):
 
 def test_several_models(transform, device):
     shared = transform()
-    plains = [MLP(8).to(device), MLP(16).to(device)]
-    graphed = [thunder.jit(m, transforms=[shared]) for m in (MLP(8).to(device), MLP(16).to(device))]
-    for a, b in zip(plains, graphed):
-        b.load_state_dict(a.state_dict(), strict=False)
-    plains = [thunder.jit(m) for m in plains]
+    models = [MLP(8).to(device), MLP(16).to(device)]
+    plains = [plain_of(model) for model in models]
+    graphed = [thunder.jit(model, transforms=[shared]) for model in models]
     for step in range(CALLS):
-        for rows in (2, 5):
+        for rows in (4, 2):
             for width, a, b in zip((8, 16), plains, graphed):
                 x = torch.randn(rows, width, device=device)
                 same(a(x).detach(), b(x).detach())
@@ -1845,6 +1845,7 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("verify", [None, 1])
+@pytest.mark.nightly_after(1)
 def test_one_tensor_for_several_arguments(twins, device, verify):
     plain, graphed = twins(Attention().eval().requires_grad_(False), verify=verify)
     with torch.no_grad():
@@ -1858,7 +1859,7 @@ def test_one_tensor_for_several_arguments(twins, device, verify):
 @pytest.mark.parametrize(
     "varies", ["parameters move", "another parameter as input", "another layout of gradients", "all of it"]
 )
-@pytest.mark.nightly_after(3)
+@pytest.mark.nightly_after(2)
 def test_backward_inputs_that_vary(twins, device, varies):
     """No more captures than recordings may be kept, then replays only: what keeps moving is copied."""
     bound = 8

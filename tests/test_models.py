@@ -64,6 +64,7 @@ def test_attention_in_evaluation_is_one_operator_and_captured(twins, device):
 
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "Adagrad"])
+@pytest.mark.nightly_after(1)
 def test_optimizers(twins, device, deterministic, name):
     plain, graphed = twins(mlp())
     batches = [(torch.randn(4, 16, device=device),) for _ in range(STEPS)]
@@ -72,6 +73,7 @@ def test_optimizers(twins, device, deterministic, name):
     assert replays(graphed) == 2 * (STEPS - 1)
 
 
+@pytest.mark.nightly
 def test_changing_shapes(twins, device, deterministic):
     plain, graphed = twins(mlp(1))
     batches = [(torch.randn(*shape, 16, device=device),) for shape in ((4,), (8,), (2, 4), (1, 3))] * 3
@@ -79,6 +81,7 @@ def test_changing_shapes(twins, device, deterministic):
     assert replays(graphed) > 0
 
 
+@pytest.mark.nightly
 def test_autocast(twins, device):
     plain, graphed = twins(mlp())
     for step in range(STEPS):

@@ -63,6 +63,7 @@ def fresh_dynamo():
 
 
 @pytest.mark.parametrize("name", LIBRARY, ids=lambda name: getattr(name, "__name__", None) or str(name))
+@pytest.mark.nightly_after(3)
 def test_an_operator_of_torch_library(name):
     allowed = thunderfx(of_library, backend="tape", allow=[name])
     assert verdicts(allowed)["double"] == ("capture", "allowed by the user")
@@ -117,6 +118,7 @@ triple.register_autograd(lambda ctx, grad: grad * 3)
 
 @pytest.mark.parametrize("option", ["allow", "deny"])
 @pytest.mark.parametrize("name", ["thunder_cg_names::triple", triple], ids=["name", "function"])
+@pytest.mark.nightly_after(2)
 def test_the_name_of_an_operator_covers_its_derivative(option, name):
     compiled = thunderfx(lambda x: torch.tanh(triple(torch.tanh(x))), backend="tape", **{option: [name]})
     compiled(torch.ones(2, 2, requires_grad=True)).sum().backward()

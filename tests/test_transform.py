@@ -88,6 +88,7 @@ def test_the_executor_can_be_named(transform, device):
 
 
 @pytest.mark.parametrize("by", ["name", "instance"])
+@pytest.mark.nightly_after(1)
 def test_plugin_of_thunder_compile(backend, device, monkeypatch, by):
     if by == "name" and (backend == "cuda") != torch.cuda.is_available():
         pytest.skip("by name, the plugin takes the machine's own backend")
@@ -107,6 +108,7 @@ def test_plugin_of_thunder_compile(backend, device, monkeypatch, by):
     assert replays(graphed) == CALLS - 1
 
 
+@pytest.mark.nightly
 def test_thunderfx_with_graph_breaks(transform, device):
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -224,6 +226,7 @@ def test_nothing_to_capture(twins, device):
         "another that Thunder writes out",
     ],
 )
+@pytest.mark.nightly_after(3)
 def test_a_misspelt_name_is_a_warning_once(options, said):
     compiled = thunder.jit(lambda x: torch.tanh(x) * 2, transforms=[cudagraph_transform(backend="tape", **options)])
     with warnings.catch_warnings(record=True) as caught:

@@ -298,6 +298,7 @@ def test_layers_that_write_in_place_are_not_mistaken():
 @pytest.mark.parametrize(
     "name", ["divides by its sum", "slice, add", "complex product", "imaginary factor", "negative padding_idx"]
 )
+@pytest.mark.nightly_after(2)
 def test_our_thunderfx_has_the_right_gradient_and_says_nothing(name):
     fn, _ = WRONG[name]
     with warnings.catch_warnings():

@@ -442,7 +442,7 @@ def two_devices(t):
 @pytest.mark.parametrize(
     "shape", [alternating, fan_out, one_buffer, many_reads_many_writes, views_of_one, one_uses_all, two_devices]
 )
-@pytest.mark.nightly_after(3)
+@pytest.mark.nightly_after(1)
 def test_ten_thousand_ops_take_less_than_two_seconds(trace, shape):
     t = trace()
     shape(t)

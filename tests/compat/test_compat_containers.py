@@ -84,7 +84,7 @@ WAYS = [
 
 @pytest.mark.parametrize("own", [False, True], ids=["argument", "attribute"])
 @pytest.mark.parametrize(("read", "contents"), WAYS)
-@pytest.mark.nightly_after(6)
+@pytest.mark.nightly_after(3)
 def test_other_items(read, contents, own, transform, device):
     torch.manual_seed(0)
     model = Sums(read).to(device).eval().requires_grad_(False)
@@ -229,6 +229,7 @@ def test_what_was_none(how, transform, device):
 
 @pytest.mark.parametrize("how", ["argument", "attribute"])
 @pytest.mark.parametrize("values", [(np.float32(2), np.float32("nan")), (np.int64(2), np.int64(3)), (..., 2)])
+@pytest.mark.nightly_after(3)
 def test_values_that_thunder_does_not_check(how, values, transform, device):
     class Compares(nn.Module):
         own = None
@@ -272,7 +273,7 @@ ARGUMENTS = {
 
 @pytest.mark.parametrize("how", ["argument", "attribute"])
 @pytest.mark.parametrize("case", ARGUMENTS)
-@pytest.mark.nightly_after(6)
+@pytest.mark.nightly_after(3)
 def test_other_values_than_those_of_the_trace(how, case, transform, device):
     function, values = ARGUMENTS[case]
 

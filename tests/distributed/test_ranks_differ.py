@@ -161,6 +161,7 @@ def test_collectives_can_stay_eager(ranks: Ranks) -> None:
         *(pytest.param(what, marks=pytest.mark.nightly) for what in ("has no memory", "evaluates", "saves")),
     ],
 )
+@pytest.mark.nightly_after(1)
 def test_what_passes(ranks: Ranks, what: str) -> None:
     """The ranks capture together as soon as they can."""
     answers = ranks.run(what_runs, "ddp", what, {})

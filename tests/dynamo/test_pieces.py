@@ -111,7 +111,7 @@ FUNCTIONS = [
     [(True, False), *(pytest.param(*each, marks=nightly) for each in ((False, False), (True, True)))],
 )
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__.strip("_"))
-@pytest.mark.nightly_after(7)
+@pytest.mark.nightly_after(4)
 def test_one_graph_each_way(function, grad, dynamic):
     graphed = thunderfx(function, backend="tape", dynamic=dynamic)
     with torch.set_grad_enabled(grad):

@@ -286,6 +286,7 @@ def _finite_and_smallest(y):
     ],
     ids=["isfinite", "argmin", "under no_grad", "checkpointed"],
 )
+@pytest.mark.nightly_after(2)
 def test_results_without_a_gradient_of_what_has_one(backend, device, fn):
     model = Around(fn).to(device)
     graphed = trains_alike(model, lambda: torch.randn(4, 8, device=device), backend, 1e-6)
@@ -626,7 +627,7 @@ def test_checkpointed_functions_that_write_in_place(backend, device, trains):
     "fn",
     [_with_sizes, _checkpointed, _largest, _fractions, _cut_fraction, pytest.param(_cut, marks=pytest.mark.nightly)],
 )
-@pytest.mark.nightly_after(2)
+@pytest.mark.nightly_after(1)
 def test_sizes_that_are_dynamic(backend, device, fn):
     """What gets another tensor's size stays in Thunder. A part gives another one no number, so it trains."""
     rows = iter((2, 3, 3, 2))
@@ -770,6 +771,7 @@ def clear_part(weight):
 
 
 @pytest.mark.parametrize("write", [decay, decay_part, clear_part, lambda weight: weight.data.clamp_(0.2, 0.6)])
+@pytest.mark.nightly_after(2)
 def test_parameters_written_without_a_gradient(backend, device, write):
     graphed = trains_alike(Writes(write).to(device), lambda: torch.randn(2, 8, device=device), backend)
     assert any("without a gradient, to a tensor that has one" in part.reason for part in explain(graphed).outside)
@@ -879,6 +881,7 @@ def test_multi_head_attention_trains(backend, device, dropout):
 
 # With the least dropout, other kernels run, and nothing is dropped.
 @pytest.mark.parametrize("options", [{"enable_gqa": False}, {"is_causal": True}, {"attn_mask": True}], ids=str)
+@pytest.mark.nightly_after(1)
 def test_attention_by_keywords(backend, device, deterministic, options):
     """As Diffusers does. Without groups, and with a mask."""
 
@@ -925,6 +928,7 @@ DROPOUTS = [0.0, 1e-30]
 
 
 @pytest.mark.parametrize("dropout", DROPOUTS)
+@pytest.mark.nightly_after(1)
 def test_grouped_query_attention(backend, device, deterministic, dropout):
     """Two heads of queries for each head of keys and values."""
 
@@ -939,7 +943,7 @@ def test_grouped_query_attention(backend, device, deterministic, dropout):
 
 @pytest.mark.parametrize("dropout", DROPOUTS)
 @pytest.mark.parametrize("kind", [bool, float])
-@pytest.mark.nightly_after(3)
+@pytest.mark.nightly_after(1)
 def test_attention_to_nothing_on_the_cpu(kind, dropout):
     """As of padding on the left: PyTorch has zeros there. On GPUs, Thunder takes PyTorch's kernels."""
     mask = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
@@ -956,7 +960,7 @@ def test_attention_to_nothing_on_the_cpu(kind, dropout):
 
 @pytest.mark.parametrize("dropout", DROPOUTS)
 @pytest.mark.parametrize("kind", [bool, float])
-@pytest.mark.nightly_after(1)
+@pytest.mark.nightly
 def test_multi_head_attention_to_nothing_on_the_cpu(kind, dropout):
     model = Attention(dropout)
     masks = (torch.ones(5, 5, dtype=torch.bool).triu(1), torch.tensor([[False] * 5, [True] * 2 + [False] * 3]))
@@ -970,6 +974,7 @@ def test_multi_head_attention_to_nothing_on_the_cpu(kind, dropout):
     assert one_region_each_way(graphed)
 
 
+@pytest.mark.nightly
 def test_multi_head_attention_with_projections_and_a_boolean_mask(backend, device):
     """As WavLM calls it, without the module that has made masks of floats before."""
     padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2], device=device)
@@ -1089,7 +1094,7 @@ def test_an_autograd_function_in_a_checkpointed_function():
 
 @pytest.mark.parametrize("function", [Twice, TwiceInPlace, TwiceOverGiven])
 @pytest.mark.parametrize("unused", [False, True])
-@pytest.mark.nightly_after(3)
+@pytest.mark.nightly_after(2)
 def test_autograd_functions(backend, device, function, unused):
     """They have the user's gradients. Inductor gets one that writes to what it was given."""
 
@@ -1149,8 +1154,8 @@ class OfRows(torch.autograd.Function):
         return grad.view(ctx.rows, -1) * x * ctx.rows, other * y, None
 
 
-@pytest.mark.nightly_after(1)
 @pytest.mark.parametrize("function", [Twice, OfRows])
+@pytest.mark.nightly
 def test_autograd_functions_of_dynamic_shapes(backend, device, function):
     def fn(x):
         one, other = function.apply(x * 2, torch.sin(x), 1.5)
@@ -1179,6 +1184,7 @@ class _Product(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("case", ["casts nothing", "casts", "sums"])
+@pytest.mark.nightly_after(1)
 def test_autograd_functions_under_autocast(backend, device, case):
     """The first of `Twice` is bfloat16, and its gradient float32; autograd sums that of the second to its shape."""
 
@@ -1220,6 +1226,7 @@ def test_dropout_in_place(backend, device):
 
 
 @pytest.mark.parametrize("fn", [F.max_pool2d, F.max_pool1d])
+@pytest.mark.nightly_after(1)
 def test_pooling_with_ceil_mode(backend, device, fn):
     """Thunder's symbol refuses it."""
 
@@ -1310,6 +1317,7 @@ def test_repeats_that_a_tensor_holds_are_left_alone():
 
 
 @pytest.mark.parametrize("options", [{"reduction": "sum"}, {"reduction": "mean"}, {"label_smoothing": 0.1}])
+@pytest.mark.nightly_after(1)
 def test_cross_entropy(backend, device, options):
     """Of a sum, as in Transformers' `Trainer`, Thunder's gradient raises. Its mean of smoothed losses is wrong."""
     is_own = options != {"reduction": "mean"}
@@ -1324,7 +1332,7 @@ def test_cross_entropy(backend, device, options):
 
 @pytest.mark.parametrize("loss", [F.cross_entropy, F.nll_loss])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.nightly_after(4)
+@pytest.mark.nightly_after(2)
 def test_losses_of_weighted_classes(backend, device, loss, reduction):
     """Of sequences. Thunder's `nll_loss` has another default of what is ignored."""
     labels, weight = torch.tensor([[3, -100], [0, 1]], device=device), torch.rand(4, device=device)
@@ -1497,6 +1505,7 @@ def test_an_operator_whose_author_says_that_no_graph_can_hold_it():
     ],
     ids=["fill_", "bool", "argument", "view"],
 )
+@pytest.mark.nightly_after(2)
 def test_writes_that_thunder_has_no_symbol_for(backend, device, fn):
     graphed = thunderfx(fn, backend=backend)
     for _ in range(4):
@@ -1695,7 +1704,7 @@ def _read_before(x, w):
 
 @pytest.mark.parametrize("fn", [_narrow, _swapaxes, _detach, _ravel, _read_before])
 @pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.nightly_after(7)
+@pytest.mark.nightly_after(4)
 def test_writes_and_reads_in_their_order(backend, device, fn, grad):
     """Thunder's fusions by data flow may move a write; and Thunder does not know that ``ravel`` makes a view."""
     graphed = thunderfx(fn, backend=backend)
@@ -1730,7 +1739,7 @@ def test_what_an_operator_in_place_returns_is_no_view(backend, device):
 
 
 @pytest.mark.parametrize("number", [-1, 0.5, -0.0, True, [2], [[0.1, 0.1]]])
-@pytest.mark.nightly_after(4)
+@pytest.mark.nightly_after(2)
 def test_tensors_of_one_number(backend, device, number):
     """As a cache of Transformers has them: a copy from the host would be eager."""
 
@@ -1779,6 +1788,7 @@ def test_index_add_is_captured(backend, device, add):
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.nightly_after(1)
 def test_index_put_is_left_to_inductor(backend, device, accumulate):
     """Thunder's gradient of it is wrong."""
     rows = torch.tensor([0, 1], device=device)
@@ -1821,7 +1831,7 @@ def _write_view_of(b, w, x):
 
 
 @pytest.mark.parametrize("fn", [_divide, _copy_to, _write_item_of, _add_to_item_of, _relu_in_place, _write_view_of])
-@pytest.mark.nightly_after(4)
+@pytest.mark.nightly_after(2)
 def test_gradients_of_arguments_that_are_written(backend, device, fn):
     """As a graph gets them after a graph break."""
 
@@ -1853,7 +1863,7 @@ def _view_of_cut(y, x):
 
 @pytest.mark.parametrize("write", [_item_of_cut, _sum_of_cut, _view_of_cut])
 @pytest.mark.parametrize("is_inductors", [False, True])
-@pytest.mark.nightly_after(4)
+@pytest.mark.nightly_after(2)
 def test_gradients_of_what_another_piece_made_and_a_piece_writes(monkeypatch, backend, device, write, is_inductors):
     """An argument of the piece that writes, whose gradient Thunder would leave as it was before the write."""
     monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs: graph)
@@ -1890,6 +1900,7 @@ def _view_of_view_before(y, x):
 
 
 @pytest.mark.parametrize("write", [_item_before, _view_before, _view_of_view_before])
+@pytest.mark.nightly_after(1)
 def test_a_view_that_is_read_after_a_write_to_its_memory(backend, device, write):
     """Thunder gives the view the gradient that it had before the write. So both are left to Inductor."""
 
@@ -1948,6 +1959,7 @@ def test_a_float_whose_value_an_operator_has_to_know(backend, device):
 
 
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
+@pytest.mark.nightly_after(1)
 def test_padding_modes(backend, device, mode):
     fn = Around(lambda x: F.pad(x, (1, 2), mode=mode).sin()).to(device)
     assert one_region_each_way(trains_alike(fn, lambda: torch.randn(2, 3, 8, device=device), backend, 1e-5))

@@ -260,6 +260,7 @@ def test_a_torch_compile_around_it(pair, device):
 
 @pytest.mark.parametrize("how", ["vmap", "grad", "jacrev"])
 @pytest.mark.usefixtures("cut")
+@pytest.mark.nightly_after(2)
 def test_transforms_of_torch_func(backend, device, how):
     """Masks of Transformers 4 are made with vmap, where Thunder's own thunderfx raises. Inductor gets them."""
 
@@ -330,6 +331,7 @@ def test_parameters_that_are_trained_later(backend, device):
 
 
 @pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.nightly_after(1)
 def test_a_smaller_last_batch_leaves_full_ones_to_their_graph(backend, device, trains):
     """Dynamo asks its newest version first, which is for any size: full batches would be captured once more."""
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).to(device)
@@ -576,6 +578,7 @@ def _cell(bias, x, w):
 @pytest.mark.parametrize("operator", [torch.addmm, _cell], ids=["addmm", "lstm_cell"])
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.usefixtures("cut")
+@pytest.mark.nightly_after(2)
 def test_autocast(inside, operator):
     def fn(b, x, w):
         with torch.autocast("cpu", torch.bfloat16, enabled=inside):
@@ -972,6 +975,7 @@ class _KeepsAfterwards(nn.Module):
         (_Keeps(0), "not self.seen", "add to self.seen after the call, not in it", _KeepsAfterwards()),
     ],
 )
+@pytest.mark.nightly_after(1)
 def test_the_report_says_what_to_do_about_what_a_module_changes_itself(model, condition, advice, better):
     compiled, mended = thunderfx(model, backend="tape"), thunderfx(better, backend="tape")
     x = torch.randn(4)
@@ -1316,6 +1320,7 @@ def test_a_hook_that_keeps_what_it_sees():
     ],
     ids=["a string", "a dtype", "a length"],
 )
+@pytest.mark.nightly_after(2)
 def test_what_to_do_about_compilations(values, condition, fix):
     def function(x, mode):
         return torch.sin(x) * (len(mode) if isinstance(mode, list) else 2 + (mode == "a"))
@@ -1376,6 +1381,7 @@ class _Casts(nn.Module):
 
 
 @pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.nightly_after(1)
 def test_layers_under_autocast_are_one_piece(inside):
     """Thunder's own thunderfx tries a layer without autocast, and so gives Inductor each one after the first."""
     model = _Casts(inside)

@@ -235,6 +235,7 @@ LOOPS = {
 
 
 @pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.nightly_after(2)
 def test_the_usual_loop(loop: str, transform, device, monkeypatch) -> None:
     taken = watch_deliveries(monkeypatch)
     runs_in_bulk(usual_loop(LOOPS[loop]), transform, device, monkeypatch, steps=20, taken=taken)

@@ -109,6 +109,7 @@ def test_training(twins, device):
     assert forward[-1].get_provenance() is not None and backward
 
 
+@pytest.mark.nightly
 def test_buffers(twins, device):
     plain, graphed = twins(nn.Sequential(Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), Linear(4, 4)))
     for step, x in enumerate(batches(device, 4 * CALLS)):

@@ -217,6 +217,7 @@ class Watching(TorchDispatchMode):
 
 @pytest.mark.parametrize("mode", [Halving, Watching])
 @pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.nightly_after(2)
 def test_modes_see_every_operator(twins, device, mode, grad):
     plain, graphed = twins(mlp())
     with torch.set_grad_enabled(grad):

@@ -378,7 +378,7 @@ def establish(plain, graphed, device):
 
 
 @pytest.mark.parametrize(("change", "trains"), [*in_turns(SURROUNDINGS)])
-@pytest.mark.nightly_after(6)
+@pytest.mark.nightly_after(4)
 def test_it_refuses_a_change_of(established, device, change):
     plain, graphed, call = established
     x, y = torch.randn(2, 4, device=device), torch.randn(2, 4, device=device)

@@ -70,6 +70,7 @@ def _steps(net: Net, call: Callable[[Tensor], Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("forward", [_returned, _detached, _of_zeros, _in_place])
+@pytest.mark.nightly_after(2)
 def test_gradients_that_a_loss_does_not_depend_on_are_none(forward: Callable[..., Any]) -> None:
     net = Net(forward)
     plain = copy.deepcopy(net)
@@ -79,6 +80,7 @@ def test_gradients_that_a_loss_does_not_depend_on_are_none(forward: Callable[...
 
 
 @pytest.mark.parametrize("forward", [_across_a_break, _checkpointed])
+@pytest.mark.nightly_after(1)
 def test_gradients_are_none_across_graphs_of_dynamos(forward: Callable[..., Any]) -> None:
     net = Net(forward)
     plain = copy.deepcopy(net)
@@ -86,6 +88,7 @@ def test_gradients_are_none_across_graphs_of_dynamos(forward: Callable[..., Any]
 
 
 @pytest.mark.parametrize("forward", [_returned, _of_zeros])
+@pytest.mark.nightly_after(1)
 def test_gradients_with_a_transform_are_those_of_thunder(forward: Callable[..., Any]) -> None:
     net = Net(forward)
     plain, graphed = thunder.jit(copy.deepcopy(net)), thunder.jit(net, transforms=[cudagraph_transform(backend="tape")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from functools import partial
 
 import pytest
 import thunder
@@ -209,6 +210,7 @@ class SharedConv(nn.Module):
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.nightly_after(1)
 def test_what_a_forward_lays_out_is_not_converted_in_the_backward(transform, device, step, monkeypatch, memory_format):
     """Weights and images are saved with channels last, once each; what the caller gets has PyTorch's strides."""
     monkeypatch.setattr(convolution, "_fastest", lambda a, groups: torch.channels_last)  # as on CUDA
@@ -242,7 +244,8 @@ def test_a_batch_without_images_in_16_bits(device, step, monkeypatch):
     same_state(plain, model)
 
 
-def test_what_dynamo_cannot_trace_is_left_out(transform, device, step):
+def test_what_dynamo_cannot_trace_is_left_out(transform, device, step, monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # which Dynamo traces for, too
     torch.manual_seed(0)
     model = Clicks().to(device)
     plain, graphed = copy.deepcopy(model), copy.deepcopy(model)
@@ -260,7 +263,8 @@ def test_what_dynamo_cannot_trace_is_left_out(transform, device, step):
     assert len(backward.regions) == 1
 
 
-def test_what_no_graph_holds_is_not_fused(transform, device):
+def test_what_no_graph_holds_is_not_fused(transform, device, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda fn, **_: fn)
     model = WithItem().to(device)
     plain = copy.deepcopy(model)
     captured = compiled(model, transform())
@@ -552,6 +556,7 @@ class TimesOnes(nn.Module):
 
 
 @pytest.mark.parametrize("is_step", [False, True])
+@pytest.mark.nightly_after(1)
 def test_a_result_that_equals_an_argument_has_memory_of_its_own(device, transform, backend, is_step):
     """Else a backward would write over the weight, as over a saved value that it reads last."""
     model = TimesOnes().to(device)

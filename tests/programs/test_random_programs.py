@@ -48,7 +48,7 @@ def operators() -> Iterator[Operators]:
     made.close()
 
 
-@pytest.mark.nightly_after(2)
+@pytest.mark.nightly_after(1)
 @pytest.mark.usefixtures("deterministic", "each_leaves_alone")
 @pytest.mark.parametrize("part", range(PARTS))
 def test_programs(
@@ -111,6 +111,7 @@ def example(operators: Operators, *lines: str) -> Example:
 
 
 @pytest.mark.parametrize("plant", [forgets_writes, draws_nothing, hands_out_the_arena])
+@pytest.mark.nightly_after(2)
 def test_planted_bugs_are_found(
     plant: Callable[..., None], operators: Operators, monkeypatch: pytest.MonkeyPatch
 ) -> None:

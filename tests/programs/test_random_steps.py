@@ -22,7 +22,7 @@ from training import Training, run, trainings
 from thunder_cg import graphed_step
 from thunder_cg.step.calls import _Ran
 
-CI = 4
+CI = 3
 
 
 def graphed(fn: Any, model: torch.nn.Module, optimizer: Optimizer) -> Any:

@@ -113,7 +113,7 @@ def sliced(x: torch.Tensor, i: int) -> torch.Tensor:
     ],
     ids=["slice", "dropout"],
 )
-@pytest.mark.nightly_after(2)
+@pytest.mark.nightly_after(1)
 def test_advice_for_a_number_that_changes_where_no_tensor_can_be(fn, numbers, advice, better, compiles):
     def compiled(model: torch.nn.Module) -> Any:
         torch._dynamo.reset()
@@ -178,6 +178,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
         (positive, "thunder_cg_tests.positive", "do what this line does outside of the compiled function"),
     ],
 )
+@pytest.mark.nightly_after(1)
 def test_advice_where_dynamo_ends_a_graph_as_a_size_is_not_known(of_size, operator, advice):
     torch._dynamo.reset()
     compiled = thunderfx(lambda x: of_size(x.sin() * 2).sum() * 2, backend="tape")
@@ -202,6 +203,7 @@ def test_advice_for_ctc_loss():
 
 
 @pytest.mark.parametrize("compiles", ["jit", "thunderfx"])
+@pytest.mark.nightly_after(1)
 def test_advice_for_bincount_holds_in_training(compiles):
     class Counts(torch.nn.Linear):
         def forward(self, x: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -246,6 +248,7 @@ def test_advice_for_bincount_holds_in_training(compiles):
     ],
     ids=["item", "tensor", "tensor-full", "one_hot", "unknown", "denied", "symbolic"],
 )
+@pytest.mark.nightly_after(4)
 def test_advice(transform, backend, fn, jit, options, advice, better, better_jit):
     if backend == "cuda":
         pytest.skip("constants of this file are on the CPU")
@@ -286,7 +289,7 @@ def without_gradient(x: torch.Tensor) -> torch.Tensor:
     ],
     ids=["item", "tolist", "mask", "repeat"],
 )
-@pytest.mark.nightly_after(3)
+@pytest.mark.nightly_after(2)
 def test_advice_for_a_graph_break_of_dynamo_gives_one_region_and_the_same_gradient(fn, advice, better):
     """With Dynamo's own advice for the last two, Inductor gets a piece of the graph."""
     x = torch.tensor([0.1, 0.2], requires_grad=True)
@@ -332,7 +335,7 @@ def test_advice_for_a_graph_break_of_dynamo_gives_one_region_and_the_same_gradie
     ],
     ids=["vmap", "grad", "numpy", "table", "unknown"],
 )
-@pytest.mark.nightly_after(3)
+@pytest.mark.nightly_after(2)
 @pytest.mark.usefixtures("cut")
 def test_advice_for_what_inductor_gets(monkeypatch, fn, operators, advice, better):
     """The operators are the user's, without those that Dynamo makes of a transform; so are names of inputs."""
@@ -365,6 +368,7 @@ def test_advice_for_an_assert(monkeypatch):
 
 
 @pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.nightly_after(1)
 def test_advice_for_an_argument_that_is_written(monkeypatch, in_place):
     run_what_inductor_gets(monkeypatch)
     torch._dynamo.reset()
@@ -388,6 +392,7 @@ def test_advice_for_random_numbers_of_python():
     assert not (report.breaks or report.causes) and len(report.traces) == 1
 
 
+@pytest.mark.nightly
 def test_advice_for_a_branch_on_random_numbers_of_python():
     """As MusicGen of Transformers has it, to skip layers in training."""
 
@@ -558,7 +563,7 @@ class _Recurrent(torch.nn.Module):
     ],
     ids=["numpy", "index", "gradient", "rnn"],
 )
-@pytest.mark.nightly_after(3)
+@pytest.mark.nightly_after(2)
 def test_advice_of_what_thunder_does_not_follow(fn, x, advice):
     compiled = thunder.jit(fn, transforms=[cudagraph_transform(backend="tape")])
     with pytest.raises(Exception, match=r"."):
@@ -770,6 +775,7 @@ def test_advice_of_a_module_that_does_not_compile_as_the_size_of_a_result_is_unk
 
 
 @pytest.mark.parametrize("compiles", ["jit", "thunderfx"])
+@pytest.mark.nightly_after(1)
 def test_advice_for_a_mask_before_a_loss_gives_the_same_loss(compiles):
     def masks(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         mask = y > 0

@@ -150,6 +150,7 @@ def returned(x: torch.Tensor) -> tuple[torch.Tensor, float]:
 
 
 @pytest.mark.parametrize("function", [arithmetic, branches, returned])
+@pytest.mark.nightly_after(1)
 def test_with_scalar_outputs_captured_a_number_is_outside_of_graphs_all_the_same(
     function: Callable[..., object],
 ) -> None:

@@ -81,7 +81,7 @@ def test_each_of_dynamos_graphs_is_timed(transform, backend, device):
 
 
 @pytest.mark.parametrize("compiler", ["thunder", "thunderfx", "method"])
-@pytest.mark.nightly_after(2)
+@pytest.mark.nightly_after(1)
 def test_training_goes_on_as_if_it_had_not_been_profiled(transform, backend, device, compiler):
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).to(device)
     if compiler == "thunder":

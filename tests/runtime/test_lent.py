@@ -92,6 +92,7 @@ def fails_if(raises, gradient):
 
 
 @pytest.mark.parametrize("others", [0, 1])
+@pytest.mark.nightly_after(1)
 def test_what_a_backward_that_raises_leaves_in_the_queue_of_autograd(backend, device, others):
     """It is no loan that somebody holds, nor is another function's call in flight whose node is there."""
     pairs = [twice(mlp(2, 16).to(device), cudagraph_transform(backend=backend)) for _ in range(1 + others)]
@@ -139,7 +140,7 @@ def test_accumulation(device, pair):
 
 
 @pytest.mark.parametrize("at", [0, 1, 3])
-@pytest.mark.nightly_after(2)
+@pytest.mark.nightly_after(1)
 def test_an_evaluation_before_the_gradients_are_used(device, pair, at):
     graphed = pair[1]
     with torch.no_grad():
@@ -160,7 +161,7 @@ def test_an_evaluation_before_the_gradients_are_used(device, pair, at):
     ids=["of another library", "it", "alias", "view", "storage"],
 )
 @pytest.mark.parametrize("at", [0, 1, 4])
-@pytest.mark.nightly_after(3)
+@pytest.mark.nightly_after(2)
 def test_what_is_kept_of_gradients_keeps_its_values(device, pair, of, at):
     kept, clones = [], []
     for i in range(8):
@@ -253,7 +254,7 @@ def test_no_memory_to_move_them(device, backend, pair, monkeypatch):
 
 @pytest.mark.parametrize("at", [1, 2, 4])
 @pytest.mark.parametrize("how", ["release", "delete", "collect"])
-@pytest.mark.nightly_after(3)
+@pytest.mark.nightly_after(2)
 def test_gradients_outlive_the_graphs(backend, device, how, at):
     plain, graphed = twice(mlp(3, 16).to(device), cudagraph_transform(backend=backend))
     for i in range(at):

@@ -225,7 +225,7 @@ def test_what_is_left_is_timed_anew_until_all_of_it_pays(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("names", ["1", "2", "3", "4", "14", "123", "1234"])
-@pytest.mark.nightly_after(3)
+@pytest.mark.nightly_after(2)
 def test_training_stays_the_same_whatever_is_left_eager(clock: Clock, names: str) -> None:
     """Forwards that are in flight at the decision included: the tape poisons what no call may read."""
     for name in names:

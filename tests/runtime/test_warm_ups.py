@@ -47,6 +47,7 @@ def another_thread():
     ],
     ids=["default device", "autocast cache", "threads", "torch function", "dispatch keys"],
 )
+@pytest.mark.nightly_after(2)
 def test_a_setting_that_a_fusion_is_compiled_for_warms_up_again(twins, device, compiled_inside, context):
     plain, graphed = twins(lambda x: torch.tanh(x * 2).sin() + 1, jit=FUSED)
     x = torch.randn(4, 16, device=device)
@@ -79,6 +80,7 @@ class Scales(nn.Module):
     ],
     ids=["one gradient", "other strides"],
 )
+@pytest.mark.nightly_after(1)
 def test_a_backward_warms_up_for_each_layout_of_gradients(twins, device, compiled_inside, losses):
     plain, graphed = twins(Scales(), jit=FUSED)
     x = torch.randn(4, 16, device=device)
@@ -92,6 +94,7 @@ def test_a_backward_warms_up_for_each_layout_of_gradients(twins, device, compile
 
 
 @pytest.mark.parametrize("kinds", ["xx", "yt", "yyt", "yi"])
+@pytest.mark.nightly_after(2)
 def test_what_an_eager_operator_makes_in_another_way_is_warmed_up(twins, device, compiled_inside, kinds):
     """It returns another argument, or a new tensor with these strides or others, or an inference tensor."""
 

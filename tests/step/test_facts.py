@@ -162,7 +162,7 @@ def test_arguments_that_look_alike(tell_apart, values):
 
 
 @pytest.mark.parametrize("values", KEYS, ids=str)
-@pytest.mark.nightly_after(2)
+@pytest.mark.nightly_after(1)
 def test_keys_of_arguments_that_look_alike(tell_apart, values):
     tell_apart(values, lambda argument: next(iter(argument["of"])), lambda step, x, key: step(x, {"of": {key: x}}))
 
@@ -172,7 +172,7 @@ class Holder:
 
 
 @pytest.mark.parametrize("values", [*CONTAINERS, *PLAIN, *([{key: 1} for key in each] for each in KEYS)], ids=str)
-@pytest.mark.nightly_after(3)
+@pytest.mark.nightly_after(2)
 def test_values_from_outside_that_look_alike(tell_apart, values):
     holder = Holder()
 

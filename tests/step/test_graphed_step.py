@@ -68,14 +68,14 @@ ON_HOST = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.nightly_after(2)
+@pytest.mark.nightly_after(1)
 def test_optimizers(step_twins, name):
     step = step_twins.train(partial(usual_step, make=OPTIMIZERS[name]), 30)
     assert step.captures == 1 and step.replays >= 26, why(step)
 
 
 @pytest.mark.parametrize("name", ON_HOST)
-@pytest.mark.nightly_after(2)
+@pytest.mark.nightly_after(1)
 def test_optimizers_that_read_a_counter_on_the_host(step_twins, name):
     step = step_twins.train(partial(usual_step, make=ON_HOST[name]), 12)
     assert step.replays >= 9 or "the optimizer reads its state on the host" in why(step), why(step)
@@ -226,6 +226,7 @@ def test_accumulation_captures_each_kind_of_call_once(step_twins, form, to_none)
 
 
 @pytest.mark.parametrize("held", ["nothing", "one", "all", "a view"])
+@pytest.mark.nightly_after(2)
 def test_gradients_that_are_made_outside_of_the_step(step_twins, held):
     """They are elsewhere in each call, and what somebody holds is not overwritten."""
 
@@ -693,7 +694,7 @@ def momentum(model, fn):
 
 
 @pytest.mark.parametrize("change", [freeze, add_group, move, load, evaluate, seed, momentum])
-@pytest.mark.nightly_after(2)
+@pytest.mark.nightly_after(1)
 def test_changes_midway(step_twins, change):
     step = step_twins.train(usual_step, 14, lambda i, model, fn, batch: change(model, fn) if i == 6 else None)
     assert step.replays >= 6, why(step)
@@ -940,7 +941,7 @@ def test_a_value_read_on_the_host_is_named_with_its_line(step_twins):
 
 @pytest.mark.parametrize("kind", ["parameter", "module", "optimizer", "accumulated"])
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.nightly_after(2)
+@pytest.mark.nightly_after(1)
 def test_hooks_run(step_twins, kind, late):
     ran = {}
 
@@ -1096,6 +1097,7 @@ def test_a_view_that_pytorch_lets_nobody_use(step_twins):
 
 
 @pytest.mark.parametrize("change", ["memory", "shape", "requires_grad"])
+@pytest.mark.nightly_after(2)
 def test_a_tensor_that_is_left_otherwise_is_refused(step_twins, change):
     def make(model):
         optimizer, spare = sgd(model.parameters()), torch.zeros(3, 8, device=step_twins.device)
@@ -1150,6 +1152,7 @@ def test_parameters_that_a_step_freezes_and_unfreezes(step_twins):
 
 
 @pytest.mark.parametrize("kind", ["requires grad", "written", "an object", "elsewhere"])
+@pytest.mark.nightly_after(2)
 def test_arguments_that_no_graph_can_have(step_twins, kind):
     model = step_twins.compiled(step_twins.model())
     optimizer = sgd(model.parameters())
@@ -1546,6 +1549,7 @@ def test_what_a_mask_writes(step_twins, device, value):
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float16])
+@pytest.mark.nightly_after(1)
 def test_scaler(step_twins, dtype):
     def make(model):
         optimizer = adamw(model.parameters(), lr=0.01)
@@ -1589,6 +1593,7 @@ def test_anomaly_detection(step_twins):
 
 
 @pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.nightly_after(1)
 def test_autocast(step_twins, outside):
     def make(model):
         def call(x):

@@ -101,6 +101,7 @@ def test_a_frozen_tensor_is_not_kept() -> None:
 
 
 @pytest.mark.parametrize("look", [known_tensors, lambda: holder_of(object())])
+@pytest.mark.nightly_after(1)
 def test_to_look_at_what_is_frozen_keeps_no_garbage(look: Callable[[], Any]) -> None:
     gc.freeze()
     cycle: list[Any] = [torch.ones(1)]

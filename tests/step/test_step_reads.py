@@ -301,6 +301,7 @@ manual_seed = torch.compiler.disable(torch.random.manual_seed)  # as Dynamo has 
 
 
 @pytest.mark.parametrize("how", ["manual_seed", "fork_rng", "checkpoint"])
+@pytest.mark.nightly_after(2)
 def test_a_step_that_sets_the_random_state(step_twins, how):
     def of(y):
         if how == "manual_seed":
@@ -513,7 +514,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("kind", VALUES)
-@pytest.mark.nightly_after(3)
+@pytest.mark.nightly_after(2)
 def test_values_that_change_without_a_trace(step_twins, kind):
     holder = SimpleNamespace(of=VALUES[kind])
 
@@ -645,7 +646,7 @@ class Computed:
     ],
     ids=["spectral norm", "a descriptor", "__getattr__", "a property of PyTorch's"],
 )
-@pytest.mark.nightly_after(2)
+@pytest.mark.nightly_after(1)
 def test_what_a_lookup_computes_is_computed_in_the_step_alone(step_twins, of):
     """It writes buffers and draws random numbers, so a lookup to compare it would make the step another one."""
 
@@ -2053,6 +2054,7 @@ def test_a_nested_tensor_without_strides():
 
 
 @pytest.mark.parametrize("kind", ["requires_grad", "grad", "vjp", "hessian", "functionalize"])
+@pytest.mark.nightly_after(3)
 def test_a_step_that_is_differentiated(kind):
     def step(x):
         return (x * x).sin().sum()
@@ -2095,6 +2097,7 @@ class Labels(dict):
     [lambda device: torch.ones(2, device=device), lambda _: lambda: None, lambda _: Labels(), lambda _: CellType(1.0)],
     ids=["tensor", "function", "dictionary", "cell"],
 )
+@pytest.mark.nightly_after(2)
 def test_what_a_value_is_given_later(step_twins, make):
     """As ``weight.main_grad``, which the step looks for by a name that no bytecode has next to the weight."""
 

@@ -98,6 +98,7 @@ def why(step) -> str:
 
 
 @pytest.mark.parametrize("make", STEPS)
+@pytest.mark.nightly_after(2)
 def test_a_step_gives_tensors_other_memory(step_twins, make):
     seen, steps = [], []
 
@@ -119,7 +120,7 @@ def test_who_holds_memory_is_counted_while_dynamo_watches_frames(step_twins):
 
 
 @pytest.mark.parametrize("make", STEPS)
-@pytest.mark.nightly_after(2)
+@pytest.mark.nightly_after(1)
 @pytest.mark.parametrize("hold", ["a view", "a storage", "what the step keeps", "a row", "an array", "for a while"])
 def test_who_holds_the_memory_before_has_what_was_there(step_twins, device, make, hold):
     if hold == "an array" and device == "cuda":
@@ -152,7 +153,7 @@ def test_who_holds_the_memory_before_has_what_was_there(step_twins, device, make
 
 @pytest.mark.parametrize("make", STEPS)
 @pytest.mark.parametrize("max_recordings", [1, 4])
-@pytest.mark.nightly_after(2)
+@pytest.mark.nightly_after(1)
 def test_calls_in_python_and_of_other_shapes_in_between(step_twins, make, max_recordings):
     seen = []
 
@@ -313,6 +314,7 @@ def test_what_is_kept_shows_what_is_written_to_the_tensor(step_twins):
 
 
 @pytest.mark.parametrize("way", ["offset", "resize"])
+@pytest.mark.nightly_after(1)
 def test_a_tensor_moves_within_its_memory(step_twins, way):
     """Nobody else has the memory, so only the address shows it."""
     weights = []

@@ -53,7 +53,7 @@ class Simple(nn.Module):
     ("make", "calls", "training"),
     [(Simple, 0, False), (Simple, 1, True), (Simple, 5, False), (Simple, 5, True), (Model, 5, False), (Model, 5, True)],
 )
-@pytest.mark.nightly_after(4)
+@pytest.mark.nightly_after(2)
 def test_it_is_freed_by_reference_counting(transform, device, make, calls, training):
     """The compiled module, the original one, and the memory of the graphs; the transform may live on."""
     if device == "cuda":
@@ -82,6 +82,7 @@ def test_it_is_freed_by_reference_counting(transform, device, make, calls, train
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+@pytest.mark.nightly_after(1)
 def test_traces_pass_thunders_checker(transform, device, training):
     """Every symbol has a meta function, and every trace says where its values come from."""
     check = thunder.DebugOptions(check_traces=2)

@@ -40,6 +40,7 @@ def train(plain, graphed, device, steps=5):
 
 
 @BOTH
+@pytest.mark.nightly_after(1)
 def test_debug(transform, device, place):
     """The callbacks see each call: each op where theirs comes first, each region and each eager op where ours does."""
     seen = []
@@ -68,6 +69,7 @@ def test_debug(transform, device, place):
 
 
 @BOTH
+@pytest.mark.nightly_after(1)
 def test_nvtx_ranges(transform, device, place, monkeypatch):
     """Each range holds what it names, so that a profile can be read."""
     open_ranges = []
@@ -89,6 +91,7 @@ def test_nvtx_ranges(transform, device, place, monkeypatch):
 
 
 @BOTH
+@pytest.mark.nightly_after(1)
 def test_profile(transform, device, place):
     plain, graphed = compiled(transform, device, lambda: ProfileTransform(warmup_runs=3, number_runs=1), place)
     train(plain, graphed, device)

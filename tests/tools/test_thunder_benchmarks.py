@@ -36,6 +36,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(("graphs", "said"), [("thunder_cg", "3 of 3"), ("none", "0 of 3")])
+@pytest.mark.nightly_after(1)
 def test_all_that_a_benchmark_compiles(
     graphs: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

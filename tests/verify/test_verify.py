@@ -113,7 +113,7 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize(("verify", "at"), [(1, 5), (3, 7), (4, 5)])
-@pytest.mark.nightly_after(2)
+@pytest.mark.nightly_after(1)
 def test_a_python_variable_that_changes_later(planted, twins, device, training, verify, at):
     factor = [2.0]
     op = planted("scale", lambda x: x * factor[0])
@@ -409,6 +409,7 @@ def test_draws_on_the_host_are_those_of_one_run(planted, twins, device):
 
 @pytest.mark.parametrize("written", [False, True], ids=["read", "written"])
 @pytest.mark.parametrize("at_first", [False, True], ids=["a copy", "the input"])
+@pytest.mark.nightly_after(2)
 def test_memory_that_results_share_with_inputs(planted, twins, device, at_first, written):
     shares = [at_first]
     op = planted("perhaps", lambda x: x if shares[0] else x.clone())
@@ -435,6 +436,7 @@ def test_memory_that_results_share_with_inputs(planted, twins, device, at_first,
 
 
 @pytest.mark.parametrize("how", ["a write", "an integer", "strides", "order"])
+@pytest.mark.nightly_after(2)
 def test_the_operator_to_blame(planted, twins, device, how):
     """A later op that reads its result, or what it writes, is not blamed."""
     factor = [0]
@@ -534,6 +536,7 @@ def test_right_models_train_on(transform, device, deterministic, model, batch):
 
 
 @pytest.mark.parametrize("verify", ["first", 1])
+@pytest.mark.nightly_after(1)
 def test_right_inference_with_state(twins, device, deterministic, verify):
     plain, graphed = twins(CachedAttention().requires_grad_(False), verify=verify)
     for position in range(8):
@@ -594,6 +597,7 @@ def test_under_hooks_there_is_nothing_to_verify(twins, device):
 
 
 @pytest.mark.parametrize("step", ["__init__", "run"])
+@pytest.mark.nightly_after(1)
 def test_out_of_memory_costs_no_call(twins, device, monkeypatch, step):
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise torch.OutOfMemoryError("planted")
@@ -633,6 +637,7 @@ def drawing(monkeypatch: pytest.MonkeyPatch, device: str, step: str, times: int)
 
 
 @pytest.mark.parametrize("step", ["__init__", "run", "replay"])
+@pytest.mark.nightly_after(2)
 def test_a_region_that_draws_nothing_leaves_generators_alone(twins, device, monkeypatch, step):
     plain, graphed = twins(lambda x: torch.tanh(torch.sin(x) + 1) * 2, verify=1)
     for on in {"cpu", device}:
@@ -659,6 +664,7 @@ def test_captures_that_draw_nothing_leave_the_generator_alone(twins, device, mon
 
 
 @pytest.mark.parametrize(("step", "times"), [("__init__", 1), ("run", 1), ("run", 7), ("replay", 1), ("replay", 7)])
+@pytest.mark.nightly_after(2)
 def test_draws_of_another_thread_are_no_disagreement(twins, device, monkeypatch, step, times):
     _, graphed = twins(lambda x: nn.functional.dropout(torch.sin(x) * 2, 0.5) * 3, verify=1)
     x = torch.ones(1000, device=device)

@@ -69,6 +69,7 @@ def test_an_eager_op_is_counted_and_named() -> None:
     assert item.count == 1 and item.why == "depends on what tensors hold"
 
 
+@pytest.mark.nightly
 def test_what_dynamo_breaks_is_counted() -> None:
     found = measured("Branch")
     assert found.path == FX and found.not_jit and found.agrees == "yes"
@@ -76,6 +77,7 @@ def test_what_dynamo_breaks_is_counted() -> None:
     assert found.graphs == 2
 
 
+@pytest.mark.nightly
 def test_where_thunder_jit_has_wrong_gradients_thunderfx_is_measured() -> None:
     found = measured("Overwrites", TRAINING)
     assert (found.path, found.agrees, found.failure) == (FX, "yes", "") and "another gradient" in found.not_jit
