@@ -189,6 +189,14 @@ def _graphs(subject: Subject) -> CudagraphTransform:
     return cudagraph_transform(backend=backend_of(subject.device))
 
 
+def _ours_fused(subject: Subject) -> Any:
+    if not subject.case.dynamo:
+        return _jit(subject, _graphs(subject), executors=executors())
+    from thunder_cg.dynamo.compiler import compile_with
+
+    return compile_with(subject.model, transforms=[_graphs(subject)], executors=executors())
+
+
 def _calling(compiled: Callable[[Subject], Any]) -> Callable[[Subject], Prepared]:
     """The variant that calls what the model was compiled to."""
     return lambda subject: Prepared(step_of(subject, compiled(subject)))
@@ -283,7 +291,7 @@ VARIANTS: dict[str, Callable[[Subject], Prepared]] = {
     GRAPHED_CALLABLES: _calling(_graphed_callable),
     # With kernels that are chosen for the machine: fewer and other ones than Thunder's own.
     THUNDER_FUSED: _calling(lambda subject: _jit(subject, executors=executors())),
-    OURS_FUSED: _calling(lambda subject: _jit(subject, _graphs(subject), executors=executors())),
+    OURS_FUSED: _calling(_ours_fused),
     GRAPHED_STEP: _graphed_step,
     GRAPHED_STEP_FUSED: lambda subject: _graphed_step(subject, executors=executors()),
     FLOOR_OF_THUNDER: _hand_made(_jit),  # the bound for a graph of these kernels
