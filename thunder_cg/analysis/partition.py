@@ -61,7 +61,7 @@ class PlannedTrace:
     aliasing: Aliasing
     plan: Plan
     returned: Set[str]  # names that the trace returns to the caller
-    # Names that it keeps for its backward. They stay in the pool, as the call holds its arena until then.
+    # Names that it keeps for its backward. They stay in the pool, where nothing overwrites them until then.
     saved: Set[str]
 
 

@@ -372,12 +372,12 @@ class Arenas:
     Pairs keep an arena alive; when the last one that used it is gone, it goes too.
 
     Note [Scratch arenas]
-        A forward holds its arena until its backward is over, so calls in flight have an arena each. A backward may
-        allocate in the arena of its forward: it reuses the memory of saved values that it needs no more, and lends its
-        gradients. But what it needs besides, it alone has, although backwards run one after the other. Or it allocates
-        in a scratch arena, which it holds only while it runs, so that all backwards share it. Estimates of the calls in
-        flight say which of their backwards should, so that all together take the least memory: none where one call is
-        in flight at a time, and mostly not the largest.
+        Calls of one function that are in flight at a time have an arena each, until their backwards are over. A
+        backward may allocate in the arena of its forward: it reuses the memory of saved values that it needs no more,
+        and lends its gradients. But what it needs besides, it alone has, although backwards run one after the other. Or
+        it allocates in a scratch arena, which it holds only while it runs, so that all backwards share it. Estimates of
+        the calls in flight say which of their backwards should, so that all together take the least memory: none where
+        one call is in flight at a time, and mostly not the largest.
 
     Note [Memory budget]
         ``memory_budget=`` bounds the bytes of all pools. Before a call warms up or captures, an estimate of what it

@@ -75,7 +75,7 @@ class Graph(Protocol):
 
 
 class Pool(Protocol):
-    """The memory of one arena on one device. Only the call that holds the arena may use it."""
+    """The memory of one arena on one device. Only the call that holds the arena may run in it."""
 
     def enter(self) -> object:
         """Orders the caller's current stream after the last one that used this pool."""
