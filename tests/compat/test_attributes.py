@@ -38,6 +38,46 @@ def _device_context(model, x, y):
         return 2 if torch.ones(4).device == CPU else 3
 
 
+def _written(model, x, y):
+    z = torch.zeros_like(x)
+    before = z.requires_grad
+    z.add_(x)
+    return before + 2 * (z * 1).requires_grad
+
+
+def _inside_of(mode):
+    """What is so inside of a mode, and after it."""
+
+    def ask(model, x, y):
+        with mode():
+            inside = torch.is_grad_enabled() + 2 * (x * 2).requires_grad
+            with torch.no_grad():
+                inside += 4 * torch.is_grad_enabled() + 8 * x.requires_grad
+            inside += 16 * torch.is_grad_enabled() + 32 * (x * 3).requires_grad
+        return inside + 64 * torch.is_grad_enabled() + 128 * (x * 4).requires_grad
+
+    return ask
+
+
+def _autocast(model, x, y):
+    kind, before = x.device.type, torch.is_autocast_enabled(x.device.type)
+    with torch.autocast(kind, torch.float16):
+        inside = torch.is_autocast_enabled(kind) + 2 * (torch.get_autocast_dtype(kind) == torch.float16)
+        with torch.autocast(kind, enabled=False):
+            inside += 4 * torch.is_autocast_enabled(kind)
+    return inside + 8 * before + 16 * torch.is_autocast_enabled(kind)
+
+
+class _Asks(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x * (2 if (x * 2).requires_grad else 3)
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient * 3
+
+
 class _Doubles(torch.autograd.Function):
     @staticmethod
     def forward(context, x):
@@ -85,7 +125,23 @@ DEVICES = {
     "type": lambda model, x, y: (x.device.type == CPU.type) + 2 * (x.device.index == CPU.index),
     "context": _device_context,
 }
-ASKED = {f"{kind}: {name}": ask for kind, of in (("dtype", DTYPES), ("device", DEVICES)) for name, ask in of.items()}
+GRADIENTS = {
+    "of inputs": lambda model, x, y: x.requires_grad + 2 * model.linear.weight.requires_grad + 4 * y.requires_grad,
+    "of what is computed": lambda model, x, y: (x.sin() + 1).requires_grad + 2 * model.linear(x).relu().requires_grad,
+    "of a mask": lambda model, x, y: (x > 0).requires_grad + 2 * x.long().float().requires_grad,
+    "of a view": lambda model, x, y: x.view(2, 2)[0].requires_grad + 2 * x.to(torch.float64).requires_grad,
+    "detached": lambda model, x, y: x.sin().detach().cos().requires_grad,
+    "made": lambda model, x, y: x.new_zeros(4).requires_grad + 2 * torch.rand_like(x).requires_grad,
+    "of several": lambda model, x, y: x.sort()[0].requires_grad + 2 * x.sort()[1].requires_grad,
+    "written": _written,
+    "no_grad": _inside_of(torch.no_grad),
+    "enable_grad": _inside_of(torch.enable_grad),
+    "inference_mode": _inside_of(torch.inference_mode),
+    "autocast": _autocast,
+    "a function": lambda model, x, y: _Asks.apply(x) + _Asks.apply(x).requires_grad,
+}
+KINDS = {"dtype": DTYPES, "device": DEVICES, "gradient": GRADIENTS}
+ASKED = {f"{kind}: {name}": ask for kind, of in KINDS.items() for name, ask in of.items()}
 
 
 @pytest.mark.parametrize("ask", ASKED.values(), ids=ASKED.keys())
@@ -108,6 +164,36 @@ def test_another_compilation_has_thunders_dtypes(transform):
     x = torch.zeros(3)
     assert thunder.jit(fn, transforms=[transform()])(x)[0] == 1
     assert thunder.jit(fn)(x)[0] == 2
+
+
+def _computes_without_gradients(x, w):
+    with torch.no_grad():
+        with torch.no_grad():
+            a = w * 2
+        return x * w.detach() + a + w * 3
+
+
+def _without_gradients(x, w):
+    with torch.no_grad():
+        y = _computes_without_gradients(x, w) + w * 5
+    return y + w * x
+
+
+def test_no_grad_inside_of_another_one_does_not_end_it(transform, device):
+    x = torch.full((3,), 11.0, device=device)
+    gradients = []
+    for jfn in (_without_gradients, thunder.jit(_without_gradients, transforms=[transform()])):
+        w = torch.ones(3, device=device, requires_grad=True)
+        jfn(x, w).sum().backward()
+        gradients.append(w.grad)
+    torch.testing.assert_close(*gradients)
+
+
+def test_thunder_ends_both():
+    """Where this fails, Thunder has mended it, and ours can go."""
+    w = torch.ones(3, requires_grad=True)
+    thunder.jit(_without_gradients)(torch.ones(3), w).sum().backward()
+    assert w.grad[0] == 9
 
 
 def test_a_device_is_assigned_to_what_is_passed(transform, device):

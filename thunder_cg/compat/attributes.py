@@ -1,32 +1,44 @@
-"""Has the user's code see the dtypes and devices of PyTorch's tensors, where something of ours is compiled.
+"""Has the user's code see what PyTorch has of tensors and settings, where something of ours is compiled.
 
-Thunder (0.2.6) has its own, and the tensors that the code sees while Thunder traces have these. None of them is, equals
-or has the hash of PyTorch's, and ``str`` of them is another one, so that a model takes the wrong branch, silently.
-Thunder's operators take PyTorch's, as the user writes them.
+Thunder (0.2.6) has dtypes and devices of its own, and the tensors that the code sees while Thunder traces have these.
+None of them is, equals or has the hash of PyTorch's, and ``str`` of them is another one, so that a model takes the
+wrong branch, silently. Thunder's operators take PyTorch's, as the user writes them.
+
+Of inputs alone, it knows whether they require a gradient. What the code sets, such as no gradients or autocast, it
+keeps beside PyTorch's settings, where the code that asks does not find it. ``torch.no_grad`` inside of another one asks
+as well, and so ended both: what came before the end of the other one had gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import SimpleNamespace
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from thunder.core import jit_ext
+from thunder.core import interpreter, jit_ext
 from thunder.core.compile_data import _compile_data
 from thunder.core.devices import to_device, to_torch_device
-from thunder.core.dtypes import to_torch_dtype
-from thunder.core.interpreter import interpreter_needs_wrap
+from thunder.core.dtypes import is_inexact_dtype, to_dtype, to_torch_dtype
+from thunder.core.interpreter import get_interpreterruntimectx, interpreter_needs_wrap
 from thunder.core.jit_ext import _general_jit_lookaside_map
-from thunder.core.proxies import TensorProxy
-from thunder.core.trace import TraceCtx
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import ProxyTag, TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, get_tracectx
 
 from thunder_cg.compat.thunder import is_ours
+
+_dtype: Any = TensorProxy.dtype.fget
+_device: Any = TensorProxy.device.fget
+_requires_grad: Any = TensorProxy.requires_grad.fget
 
 
 def _instead_of(function: Any, ours: Callable[..., Any]) -> Callable[..., Any]:
     """What Thunder's interpreter calls for a function: ours where something of ours is compiled."""
-    of_ours, thunders = interpreter_needs_wrap(ours), _general_jit_lookaside_map[function]
+    of_ours = interpreter_needs_wrap(ours)
+    thunders = _general_jit_lookaside_map.get(function) or interpreter_needs_wrap(function)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return (of_ours if is_ours(_compile_data.get()[0]) else thunders)(*args, **kwargs)
@@ -34,18 +46,84 @@ def _instead_of(function: Any, ours: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-_dtype: Any = TensorProxy.dtype.fget
-_device: Any = TensorProxy.device.fget
-_LOOKASIDES = {
-    function: _instead_of(function, ours)
-    for function, ours in {
-        _dtype: lambda tensor: to_torch_dtype(_dtype(tensor)),
-        _device: lambda tensor: to_torch_device(_device(tensor)),
-        torch.device: torch.device,
-    }.items()
+def _asks(module: ModuleType) -> bool:
+    """Whether it is code of the module that asks. In between, Thunder interprets code of its own."""
+    files = (frame.code.co_filename for frame in reversed(get_interpreterruntimectx().frame_stack))
+    return next(file for file in files if file != interpreter.__file__) == module.__file__
+
+
+def _needs_gradient(tensor: TensorProxy) -> bool:
+    """Whether it is, or was computed from, an input that requires a gradient.
+
+    PyTorch's hooks on gradients, which no call runs, do without those of what is computed, and would raise with them.
+    """
+    if _asks(torch.utils.hooks):
+        return bool(_requires_grad(tensor))
+    makers: dict[str, list[BoundSymbol]] = {}
+    for scope in get_tracectx().scopes:
+        for prim in _prims(scope):
+            written = [prim.args[1]] if prim.sym.id is PrimIDs.COPY_ and _is_differentiable(prim.output) else []
+            for each in (*prim.flat_proxy_outs, *written):
+                makers.setdefault(each.name, []).append(prim)
+    seen, waiting = {tensor.name}, [tensor]
+    while waiting:
+        each = waiting.pop()
+        if _requires_grad(each):
+            return each is tensor or not (torch.is_inference_mode_enabled() or _is_in_function())
+        of = makers.get(each.name, ()) if _is_differentiable(each) else ()
+        args = [arg for maker in of for arg in maker.flat_proxy_args if isinstance(arg, TensorProxy)]
+        waiting += [arg for arg in args if arg.name not in seen]
+        seen.update(arg.name for arg in args)
+    return False
+
+
+def _prims(symbols: Sequence[BoundSymbol]) -> Iterator[BoundSymbol]:
+    """Without what takes no more than the shape, or detaches."""
+    for symbol in symbols:
+        name = symbol.sym.name
+        if name != "detach" and not name.startswith("new_") and not name.endswith("_like"):
+            yield from _prims(symbol.subsymbols) if symbol.subsymbols else (symbol,)
+
+
+def _is_differentiable(tensor: TensorProxy) -> bool:
+    return ProxyTag.DETACHED_AUTOGRAD_GRAPH not in tensor.tags and is_inexact_dtype(tensor.dtype)
+
+
+def _is_in_function() -> bool:
+    """Whether Thunder traces an autograd function, whose forward and backward PyTorch calls without gradients."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not jit_ext._convert_pytorchfunc_to_thundertrace.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _is_grad_enabled() -> bool:
+    """As Thunder's trace has it, which ``torch.inference_mode`` does not change. ``torch.no_grad`` asks, too."""
+    is_on: bool = _compile_data.get()[0].is_grad_enabled
+    return is_on and (_asks(torch.autograd.grad_mode) or not torch.is_inference_mode_enabled())
+
+
+def _autocast(kind: str) -> tuple[torch.dtype, bool]:
+    """That of a type of device: its dtype, and whether it is on."""
+    for device, dtype, is_on in reversed(_compile_data.get()[0].autocast_stack.stack):
+        if device == kind:
+            return to_torch_dtype(to_dtype(dtype)), is_on
+    return torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+
+
+_OURS: dict[Any, Callable[..., Any]] = {
+    _dtype: lambda tensor: to_torch_dtype(_dtype(tensor)),
+    _device: lambda tensor: to_torch_device(_device(tensor)),
+    _requires_grad: _needs_gradient,
+    torch.device: torch.device,
+    torch.is_grad_enabled: _is_grad_enabled,
+    torch.is_autocast_enabled: lambda kind="cuda": _autocast(kind)[1],
+    torch.is_autocast_cpu_enabled: lambda: _autocast("cpu")[1],
+    torch.get_autocast_dtype: lambda kind: _autocast(kind)[0],
+    torch.get_autocast_cpu_dtype: lambda: _autocast("cpu")[0],
+    torch.get_autocast_gpu_dtype: lambda: _autocast("cuda")[0],
 }
-
-
+_LOOKASIDES = {function: _instead_of(function, ours) for function, ours in _OURS.items()}
 _repeat_assignments = jit_ext.process_recorded_modifications
 
 
