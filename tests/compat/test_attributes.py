@@ -140,7 +140,14 @@ GRADIENTS = {
     "autocast": _autocast,
     "a function": lambda model, x, y: _Asks.apply(x) + _Asks.apply(x).requires_grad,
 }
-KINDS = {"dtype": DTYPES, "device": DEVICES, "gradient": GRADIENTS}
+TYPES_OF = {
+    "is": lambda model, x, y: (type(x) is torch.Tensor) + 2 * (type(model.linear.weight) is nn.Parameter),
+    "of what is computed": lambda model, x, y: type(y) is type(x),
+    "of others": lambda model, x, y: (type(x.shape[0]) is int) + 2 * (type(model) is Model),
+    "issubclass": lambda model, x, y: issubclass(type(y), torch.Tensor),
+    "like one": lambda model, x, y: torch.overrides.is_tensor_like(y),
+}
+KINDS = {"type": TYPES_OF, "dtype": DTYPES, "device": DEVICES, "gradient": GRADIENTS}
 ASKED = {f"{kind}: {name}": ask for kind, of in KINDS.items() for name, ask in of.items()}
 
 

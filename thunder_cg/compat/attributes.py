@@ -38,7 +38,7 @@ _requires_grad: Any = TensorProxy.requires_grad.fget
 def _instead_of(function: Any, ours: Callable[..., Any]) -> Callable[..., Any]:
     """What Thunder's interpreter calls for a function: ours where something of ours is compiled."""
     of_ours = interpreter_needs_wrap(ours)
-    thunders = _general_jit_lookaside_map.get(function) or interpreter_needs_wrap(function)
+    thunders = _general_jit_lookaside_map.get(function, interpreter_needs_wrap(function))
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return (of_ours if is_ours(_compile_data.get()[0]) else thunders)(*args, **kwargs)
@@ -123,7 +123,19 @@ _OURS: dict[Any, Callable[..., Any]] = {
     torch.get_autocast_cpu_dtype: lambda: _autocast("cpu")[0],
     torch.get_autocast_gpu_dtype: lambda: _autocast("cuda")[0],
 }
-_LOOKASIDES = {function: _instead_of(function, ours) for function, ours in _OURS.items()}
+_type: Any = interpreter._default_lookaside_map[type]
+
+
+def _type_of_tensor(value: Any, *others: Any) -> Any:
+    """That of PyTorch's tensor, unless Thunder's interpreter asks."""
+    is_tensor = isinstance(interpreter.unwrap(value), TensorProxy) and is_ours(_compile_data.get()[0])
+    if not is_tensor or get_interpreterruntimectx().frame_stack[-1].code.co_filename == interpreter.__file__:
+        return _type(value, *others)
+    known = value.python_typ  # what Thunder has in the place of a tensor, if it was computed
+    return interpreter.wrap_const(known if issubclass(known, torch.Tensor) else torch.Tensor)
+
+
+_LOOKASIDES = {type: _type_of_tensor, **{function: _instead_of(function, ours) for function, ours in _OURS.items()}}
 _repeat_assignments = jit_ext.process_recorded_modifications
 
 
