@@ -173,6 +173,16 @@ def test_another_compilation_has_thunders_dtypes(transform):
     assert thunder.jit(fn)(x)[0] == 2
 
 
+def test_autocast_is_off_after_a_call_under_it(transform, device):
+    def fn(x):
+        return x + (2 if torch.is_autocast_enabled(device) else 3)
+
+    jfn, x = thunder.jit(fn, transforms=[transform()]), torch.zeros(3, device=device)
+    with torch.autocast(device, torch.bfloat16):
+        assert jfn(x)[0] == 2
+    assert jfn(x)[0] == 3
+
+
 def _computes_without_gradients(x, w):
     with torch.no_grad():
         with torch.no_grad():

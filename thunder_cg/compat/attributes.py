@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -49,7 +50,7 @@ def _instead_of(function: Any, ours: Callable[..., Any]) -> Callable[..., Any]:
 def _asks(module: ModuleType) -> bool:
     """Whether it is code of the module that asks. In between, Thunder interprets code of its own."""
     files = (frame.code.co_filename for frame in reversed(get_interpreterruntimectx().frame_stack))
-    return next(file for file in files if file != interpreter.__file__) == module.__file__
+    return next((file for file in files if file != interpreter.__file__), None) == module.__file__
 
 
 def _needs_gradient(tensor: TensorProxy) -> bool:
@@ -59,30 +60,26 @@ def _needs_gradient(tensor: TensorProxy) -> bool:
     """
     if _asks(torch.utils.hooks):
         return bool(_requires_grad(tensor))
-    makers: dict[str, list[BoundSymbol]] = {}
-    for scope in get_tracectx().scopes:
-        for prim in _prims(scope):
-            written = [prim.args[1]] if prim.sym.id is PrimIDs.COPY_ and _is_differentiable(prim.output) else []
-            for each in (*prim.flat_proxy_outs, *written):
-                makers.setdefault(each.name, []).append(prim)
-    seen, waiting = {tensor.name}, [tensor]
-    while waiting:
-        each = waiting.pop()
-        if _requires_grad(each):
-            return each is tensor or not (torch.is_inference_mode_enabled() or _is_in_function())
-        of = makers.get(each.name, ()) if _is_differentiable(each) else ()
-        args = [arg for maker in of for arg in maker.flat_proxy_args if isinstance(arg, TensorProxy)]
-        waiting += [arg for arg in args if arg.name not in seen]
-        seen.update(arg.name for arg in args)
+    if _requires_grad(tensor):
+        return True
+    derived = {tensor.name}  # what it was computed from
+    for prim in _latest_first([symbol for scope in get_tracectx().scopes for symbol in scope]):
+        written = [prim.args[1]] if prim.sym.id is PrimIDs.COPY_ and _is_differentiable(prim.output) else []
+        made = [each for each in (*prim.flat_proxy_outs, *written) if each.name in derived]
+        args = prim.flat_proxy_args if any(map(_is_differentiable, made)) else ()
+        for arg in (arg for arg in args if isinstance(arg, TensorProxy)):
+            if _requires_grad(arg):
+                return not (torch.is_inference_mode_enabled() or _is_in_function())
+            derived.add(arg.name)
     return False
 
 
-def _prims(symbols: Sequence[BoundSymbol]) -> Iterator[BoundSymbol]:
+def _latest_first(symbols: Sequence[BoundSymbol]) -> Iterator[BoundSymbol]:
     """Without what takes no more than the shape, or detaches."""
-    for symbol in symbols:
+    for symbol in reversed(symbols):
         name = symbol.sym.name
         if name != "detach" and not name.startswith("new_") and not name.endswith("_like"):
-            yield from _prims(symbol.subsymbols) if symbol.subsymbols else (symbol,)
+            yield from _latest_first(symbol.subsymbols) if symbol.subsymbols else (symbol,)
 
 
 def _is_differentiable(tensor: TensorProxy) -> bool:
@@ -104,13 +101,15 @@ def _is_grad_enabled() -> bool:
 
 
 def _autocast(kind: str) -> tuple[torch.dtype, bool]:
-    """That of a type of device: its dtype, and whether it is on."""
-    for device, dtype, is_on in reversed(_compile_data.get()[0].autocast_stack.stack):
+    """That of a type of device: its dtype, and whether it is on. Others may be left, below what the code entered."""
+    entered = sum(_ENTERS.get(symbol.sym.id, 0) for scope in get_tracectx().scopes for symbol in scope)
+    for device, dtype, is_on in islice(reversed(_compile_data.get()[0].autocast_stack.stack), entered):
         if device == kind:
             return to_torch_dtype(to_dtype(dtype)), is_on
     return torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
 
 
+_ENTERS = {"torch.amp.autocast_mode._enter_autocast": 1, "torch.amp.autocast_mode._exit_autocast": -1}
 _OURS: dict[Any, Callable[..., Any]] = {
     _dtype: lambda tensor: to_torch_dtype(_dtype(tensor)),
     _device: lambda tensor: to_torch_device(_device(tensor)),
@@ -141,7 +140,7 @@ _repeat_assignments = jit_ext.process_recorded_modifications
 
 def _repeat_assignments_of_devices(context: Any, epilogue: TraceCtx) -> None:
     """Thunder has calls assign devices of its own alone to attributes of arguments, and these are PyTorch's then."""
-    for changes in context._additional_outputs.values():
+    for changes in context._additional_outputs.values() if is_ours(_compile_data.get()[0]) else ():
         for index, (*change, value) in enumerate(changes):
             if isinstance(value.value, torch.device):
                 changes[index] = (*change, SimpleNamespace(value=to_device(value.value)))
