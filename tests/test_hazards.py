@@ -621,9 +621,8 @@ def test_batchnorm_statistics(twins, device):
     assert replays(graphed) > 0
 
 
-@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.InstanceNorm1d])
-def test_statistics_in_inference_mode(twins, device, norm):
-    plain, graphed = twins(nn.Sequential(nn.Tanh(), norm(3, track_running_stats=True), nn.Tanh()))
+def test_statistics_in_inference_mode(twins, device):
+    plain, graphed = twins(nn.Sequential(nn.Tanh(), nn.BatchNorm1d(3), nn.Tanh()))
     for _ in range(CALLS):
         x = torch.randn(2, 3, 8, device=device)
         with torch.inference_mode():

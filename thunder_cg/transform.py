@@ -31,6 +31,7 @@ from thunder_cg.analysis.sources import Stacks
 from thunder_cg.analysis.undefined import Routes, needed_for, results_reached, routes_of
 from thunder_cg.communication import install as trace_collectives
 from thunder_cg.compat import thunder as compat
+from thunder_cg.compat.attributes import see_attributes_of_pytorch
 from thunder_cg.compat.compilation import (
     compilation_began,
     compiled_entries,
@@ -41,6 +42,7 @@ from thunder_cg.compat.compilation import (
 )
 from thunder_cg.compat.compiled import has_pytorchs_numbers, hooks_on_gradients
 from thunder_cg.compat.dtypes import promote_as_pytorch
+from thunder_cg.compat.instance_norm import update_statistics_of_instance_norm
 from thunder_cg.compat.lines import keep_lines
 from thunder_cg.compat.settings import autocast_dtype
 from thunder_cg.compat.thunder import TraceCtx, keep_effects_once
@@ -102,6 +104,8 @@ class CudagraphTransform(compat.Transform):
         keep_lines()
         keep_effects_once(symbol_has_effect)
         promote_as_pytorch()
+        see_attributes_of_pytorch()
+        update_statistics_of_instance_norm()
         on_compile(_compile_scope, note_compile_failure)
         self.options = options
         self._stand_in = stand_in  # of a plan: the type of device that stands for a CUDA device

@@ -167,6 +167,36 @@ def test_hooks_on_gradients_are_not_called():
     assert "for hooks on gradients of a module, use thunder_cg.thunderfx" in str(explain(broken))
 
 
+def _marked() -> torch.Tensor:
+    x = torch.ones(4, 2).t()
+    x.mark = 3
+    return x
+
+
+@pytest.mark.parametrize(
+    ("asks", "said"),
+    [
+        (lambda x: hasattr(x, "mark"), "hasattr(tensor, 'mark')"),
+        (lambda x: getattr(x, "mark", 1), "getattr(tensor, 'mark')"),
+        (lambda x: hasattr(x, "grad_fn"), "hasattr(tensor, 'grad_fn')"),
+        (lambda x: x.is_contiguous(), "Tensor.is_contiguous"),
+        (lambda x: x.data_ptr() == (x * 2).data_ptr(), "Tensor.data_ptr"),
+        (lambda x: hasattr(x, "other") + hasattr(x, "sin") + getattr(x, "other", 2), None),
+    ],
+)
+def test_what_a_tensor_is_asked(asks, said):
+    """Where Thunder has mended one, it needs no name any more."""
+
+    def fn(x):
+        return x.sin() + (2 if asks(x) == 1 else 3 if asks(x) else 4)
+
+    x = _marked()
+    jfn = thunder.jit(fn, transforms=[cudagraph_transform(backend="tape")])
+    assert torch.equal(jfn(x), fn(x)) == (said is None)
+    line = f"test_lost.py:{asks.__code__.co_firstlineno} "
+    assert {each.partition("asks")[0] for each in explain(jfn).differs} == ({f"{said} at {line}"} if said else set())
+
+
 def test_what_is_compiled_twice_loses_nothing():
     """Thunder's own clock, and attributes of the compiled module, are none of the user's."""
     model = nn.Sequential(nn.Linear(4, 4), nn.GELU()).requires_grad_(False)

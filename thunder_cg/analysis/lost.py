@@ -39,6 +39,15 @@ _HOOKS = (
     "has hooks on gradients, which Thunder does not call, or raises for; register them with Tensor.register_hook on "
     "parameters, or compile with thunder_cg.thunderfx, which calls them"
 )
+_ASKED = (
+    "asks what Thunder does not know while it traces, and is told it of a new, contiguous tensor in no memory; do the "
+    "same for all tensors, as with x.contiguous(), or compile with thunder_cg.thunderfx, which asks the tensor"
+)
+_OF_MEMORY = {"data_ptr", "is_conj", "is_contiguous", "is_inference", "is_neg", "is_pinned", "is_set_to", "is_shared"}
+_ABSENT = (
+    "asks for an attribute of a tensor that Thunder does not have, and is told that there is none; ask for it before "
+    "thunder.jit, or compile with thunder_cg.thunderfx, which asks the tensor"
+)
 _CAST = (
     "as an earlier call under autocast did, though autocast is off now: Thunder never ends it; compile with "
     "thunder_cg.thunderfx, which does, or compile the model once more for calls without autocast"
@@ -46,8 +55,8 @@ _CAST = (
 
 
 def lost(trace: TraceCtx, read: Callable[[TraceCtx], Ops]) -> Iterator[str]:
-    """Of a trace before Thunder transforms it: the reads whose number no operator gets, the branches on numbers, and
-    that autocast is on which the user has left.
+    """Of a trace before Thunder transforms it: the reads whose number no operator gets, the branches on numbers, the
+    questions about memory, and that autocast is on which the user has left.
 
     Args:
         read: reads the trace, if there is something to say.
@@ -56,8 +65,9 @@ def lost(trace: TraceCtx, read: Callable[[TraceCtx], Ops]) -> Iterator[str]:
     numbers = names_in([symbol.output for symbol in symbols if symbol.sym.name == "item"])
     unused = numbers - names_in([(symbol.args, symbol.kwargs) for symbol in symbols]) if numbers else frozenset()
     guesses = names_in([symbol.output for symbol in symbols if is_guess(symbol)])
+    asked = names_in([symbol.output for symbol in symbols if symbol.sym.name in _OF_MEMORY])
     cast = leftover_autocast(trace)
-    if not (unused or guesses or cast):
+    if not (unused or guesses or asked or cast):
         return
     ops = read(trace)
     for op in ops.ops:
@@ -67,14 +77,24 @@ def lost(trace: TraceCtx, read: Callable[[TraceCtx], Ops]) -> Iterator[str]:
             yield f"Tensor.item {ops.place(op)} {_READ}"
         if not guesses.isdisjoint(op.outputs):
             yield f"a branch {ops.place(op)} {_BRANCH}"
+        if not asked.isdisjoint(op.outputs):
+            yield f"Tensor.{op.symbol.sym.name} {ops.place(op)} {_ASKED}"
 
 
 def unrepeated(
-    assignments: Iterable[Change], changes: Iterable[Change], calls: Iterable[Change], stacks: Stacks
+    assignments: Iterable[Change],
+    changes: Iterable[Change],
+    calls: Iterable[Change],
+    absent: Iterable[Change],
+    stacks: Stacks,
 ) -> Iterator[str]:
-    """Attributes that the function assigns, containers that it changes, and clocks that it reads, in no call."""
+    """Attributes that the function assigns, containers that it changes, and clocks that it reads, in no call.
+
+    And attributes of tensors that it does not find.
+    """
     yield from (f"self.{name} at {_line(stack, stacks)} {_ASSIGNED}" for name, stack in assignments)
     yield from (f"{name} at {_line(stack, stacks)} {_CHANGED}" for name, stack in changes)
+    yield from (f"{name} at {_line(stack, stacks)} {_ABSENT}" for name, stack in absent)
     for name, stack in calls:
         fix = next((fix for part, fix in _INSTEAD.items() if part in name), "pass what it returns as a tensor")
         yield f"{name}() at {_line(stack, stacks)} {_CALLED.format(fix)}"

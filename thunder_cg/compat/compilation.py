@@ -181,7 +181,7 @@ def note_call(function: str) -> None:
 
 
 def note_lost(kind: str, name: str) -> None:
-    """Notes one of the "assignments", "changes" or "calls" that `lost_changes` finds."""
+    """Notes one of the "assignments", "changes", "calls" or "absent" attributes that `lost_changes` finds."""
     _, stats = _compile_data.get()
     if stats is not None:
         frames = [frame for frame in get_interpreterruntimectx().frame_stack if frame.positions is not None]
@@ -189,9 +189,9 @@ def note_lost(kind: str, name: str) -> None:
         _lost.setdefault(stats, {}).setdefault(kind, []).append((name, stack))
 
 
-def lost_changes(epilogue: TraceCtx | None) -> tuple[list[Change], list[Change], list[Change]]:
+def lost_changes(epilogue: TraceCtx | None) -> tuple[list[Change], list[Change], list[Change], list[Change]]:
     """What no call repeats of what the compilation on this thread has done: assignments to attributes of modules,
-    changes of the caller's containers, and calls of clocks and the like.
+    changes of the caller's containers, and calls of clocks and the like. And attributes of tensors that it has missed.
 
     Args:
         epilogue: the trace of what each call assigns.
@@ -203,7 +203,7 @@ def lost_changes(epilogue: TraceCtx | None) -> tuple[list[Change], list[Change],
     # Thunder (0.2.6) calls a buffer of the compiled module itself ".name", which there is not.
     kept = {name.rpartition(".")[2] for name in names if not name.startswith(".")}
     assignments = [each for each in lost.get("assignments", ()) if each[0] not in kept]
-    return assignments, lost.get("changes", []), lost.get("calls", [])
+    return assignments, lost.get("changes", []), lost.get("calls", []), lost.get("absent", [])
 
 
 def constant_results(epilogue: TraceCtx | None) -> list[str]:

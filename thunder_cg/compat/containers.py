@@ -40,7 +40,7 @@ from thunder.core.interpreter import (
 )
 from thunder.core.jit_ext import EXT_FLAG_IS_MODULE, general_jit_callbacks, get_jit_ctx, should_register_for_prologue
 from thunder.core.prims import OpTags
-from thunder.core.proxies import AnyProxy, Proxy
+from thunder.core.proxies import AnyProxy, Proxy, TensorProxy
 from thunder.extend import OperatorExecutor, register_executor
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
@@ -389,6 +389,8 @@ def _check_looks(fn: Any, value: WrappedValue, *names: Any) -> None:
     is checked only where the code asks for it. The interpreter looks for ``__dict__`` and the like by itself.
     """
     provenance, is_container = value.provenance, isinstance(value.value, _CONTAINERS)
+    if isinstance(value.value, TensorProxy) and fn is not isinstance and _is_hidden(value, names[0].value):
+        note_lost("absent", f"{fn.__name__}(tensor, {names[0].value!r})")
     if isinstance(value.value, (*_LITERALS, *CONSTANTS, Proxy, torch.Tensor, torch.nn.Module)):
         return
     name = None if fn is isinstance or is_container else names[0].value
@@ -403,6 +405,13 @@ def _check_looks(fn: Any, value: WrappedValue, *names: Any) -> None:
             _add_check(is_of_call, check_kind, value.value, provenance, _kind(value.value))
         if is_asked and isinstance(name, str) and not _is_known((_path(provenance), "has", name)):
             _add_check(is_of_call, check_has, value.value, provenance, name, _has(value.value, name))
+
+
+def _is_hidden(value: WrappedValue, name: Any) -> bool:
+    """Whether the tensor has the attribute, and what Thunder has in its place has none."""
+    if str(name).startswith("__") or not is_ours(_compile_data.get()[0]) or hasattr(value.value, name):
+        return False
+    return _has(value.original_value, name) or hasattr(torch.Tensor, name)
 
 
 def _look_aside_and_check(self: InterpreterCompileCtx, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
