@@ -11,7 +11,9 @@ from support import fast_path_calls, programs, replays, same
 from torch import nn
 
 from thunder_cg import explain
+from thunder_cg.runtime import arena as arena_module
 from thunder_cg.runtime.arena import Arena
+from thunder_cg.runtime.skip_reasons import CAPTURED_TOGETHER
 
 
 class Layer(nn.Module):
@@ -137,6 +139,21 @@ def test_a_layer_that_came_with_another_one(chains, device):
             first.backward()
         same(*map(gradients, (plain, graphed)))
     assert all(replays(layer) > 10 for layer in graphed)
+
+
+def test_a_layer_that_comes_later(chains, device, monkeypatch):
+    """One call later, so that it is captured when the others replay: they are captured anew with it, once."""
+    monkeypatch.setattr(arena_module, "LEAST_SEGMENT", 0)
+    plain, graphed = chains(3)
+    for step in range(10):
+        x = batch(device)
+        for layers in (plain, graphed):
+            through(layers[: 3 if step else 2], x).square().sum().backward()
+        same(*map(gradients, (plain, graphed)))
+    assert len(arenas(graphed)) == 1
+    (trace, *_) = explain(graphed[2]).traces
+    assert trace.fallbacks == {CAPTURED_TOGETHER.problem: 1} and trace.replays >= 3
+    assert all(fast_path_calls(layer) >= 3 for layer in graphed)
 
 
 def test_inference_between_forward_and_backward(chains, device):

@@ -11,6 +11,9 @@ Note [Shared arenas]
     which calls waited, and a replay runs only if no others wait now: it may overwrite all but what those have saved.
     Each recording has a token, by which the waiting calls that replay it are known.
 
+    A function that is to be captured while the others replay, since it was compiled one call later, asks once that they
+    are captured anew with it in the next call. Until then it runs eagerly.
+
     An arena that nobody has shared stays with its call until the backward is over, so that fast calls do less. While
     others wait, gradients are not lent.
 """
@@ -37,6 +40,7 @@ from thunder_cg.runtime.lent import Lent, pairs_of_leaves
 
 _NOTHING: frozenset[object] = frozenset()
 _FITS = 2 * LEAST_SEGMENT  # bytes: an arena that is so much too large is not much too large
+_MUCH = 32  # a pool that is so many times as large as what a function needs hardly grows with it
 _GLOO = 0.1  # seconds for its thread to let go of gradients that the program has reduced itself
 
 
@@ -192,6 +196,12 @@ class Arena:
         self._waiting.pop(token, None)
         if holds or (self._poison and self._held.acquire(False)):
             self.release()
+
+    def replayed_beside(self, pair: Any) -> list[tuple[Any, object]]:
+        """The pairs and tokens of the calls that wait, if all replay, for a call of another pair on this thread."""
+        waiting, thread = [*self._waiting.items()], threading.get_ident()
+        may = all(not call.owns and call.pair is not pair and call.thread == thread for _, call in waiting)
+        return [(call.pair, token) for token, call in waiting] if may else []
 
     def beside(self, token: object = None) -> frozenset[object]:
         """The tokens of all calls that wait, but of one."""
@@ -421,6 +431,13 @@ class Arenas:
                 return arena
         is_among_others = call_memory is not None and self.is_another_held()
         return self._hold_one_of(self._arenas, call_memory.shared if call_memory and is_among_others else None)
+
+    def replayed_beside(self, pair: Any, needed: int) -> list[tuple[Any, object]]:
+        """Of an arena in which all waiting calls replay, and that so many bytes would make much larger: these."""
+        for arena in _alive(self._arenas):
+            if needed >= max(LEAST_SEGMENT, arena.nbytes() // _MUCH) and (waiting := arena.replayed_beside(pair)):
+                return waiting
+        return []
 
     def hold_scratch(self, arena: Arena) -> Arena | None:
         """Takes a scratch arena for a backward; None where it should allocate in ``arena``, which its forward did."""
