@@ -11,8 +11,8 @@ Note [Shared arenas]
     which calls waited, and a replay runs only if no others wait now: it may overwrite all but what those have saved.
     Each recording has a token, by which the waiting calls that replay it are known.
 
-    A function that is to be captured while the others replay, since it was compiled one call later, asks once that they
-    are captured anew with it in the next call. Until then it runs eagerly.
+    A function that warms up beside others that are captured, since it was compiled one call later, would be captured
+    while these replay. If it needs much memory, they are captured once more in the next call, with it.
 
     An arena that nobody has shared stays with its call until the backward is over, so that fast calls do less. While
     others wait, gradients are not lent.
@@ -78,18 +78,23 @@ class Waiting:
     """What an arena knows of a call that awaits its backward. See Note [Shared arenas].
 
     Attributes:
-        pair: the pair of programs that the call is of.
+        call: the call, which may be gone.
+        pair: the pair of programs that it is of.
         owns: whether tensors own what it has saved: it warms up or captures.
         captures: whether later calls may replay it.
         thread: that its forward ran on.
-        saved: the tensors that it has in the arena, while it lives.
     """
 
+    call: weakref.ref[Any]
     pair: Any
     owns: bool
     captures: bool
     thread: int
-    saved: Callable[[], Sequence[torch.Tensor]]
+
+    def saved(self) -> Sequence[torch.Tensor]:
+        """The tensors that it has in the arena."""
+        call = self.call()
+        return call.in_arena() if call is not None else ()
 
 
 class Arena:
@@ -197,11 +202,12 @@ class Arena:
         if holds or (self._poison and self._held.acquire(False)):
             self.release()
 
-    def replayed_beside(self, pair: Any) -> list[tuple[Any, object]]:
-        """The pairs and tokens of the calls that wait, if all replay, for a call of another pair on this thread."""
-        waiting, thread = [*self._waiting.items()], threading.get_ident()
-        may = all(not call.owns and call.pair is not pair and call.thread == thread for _, call in waiting)
-        return [(call.pair, token) for token, call in waiting] if may else []
+    def capture_anew(self, needed: int) -> None:
+        """Beside waiting calls that are captured, a call has warmed up that needs so many bytes of the arena."""
+        if needed >= max(LEAST_SEGMENT, self.nbytes() // _MUCH):
+            for waiting in [*self._waiting.values()]:
+                if waiting.captures and (call := waiting.call()) is not None:
+                    call.capture_anew()
 
     def beside(self, token: object = None) -> frozenset[object]:
         """The tokens of all calls that wait, but of one."""
@@ -431,13 +437,6 @@ class Arenas:
                 return arena
         is_among_others = call_memory is not None and self.is_another_held()
         return self._hold_one_of(self._arenas, call_memory.shared if call_memory and is_among_others else None)
-
-    def replayed_beside(self, pair: Any, needed: int) -> list[tuple[Any, object]]:
-        """Of an arena in which all waiting calls replay, and that so many bytes would make much larger: these."""
-        for arena in _alive(self._arenas):
-            if needed >= max(LEAST_SEGMENT, arena.nbytes() // _MUCH) and (waiting := arena.replayed_beside(pair)):
-                return waiting
-        return []
 
     def hold_scratch(self, arena: Arena) -> Arena | None:
         """Takes a scratch arena for a backward; None where it should allocate in ``arena``, which its forward did."""

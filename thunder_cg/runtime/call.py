@@ -21,7 +21,6 @@ import enum
 import time
 import weakref
 from collections.abc import Set
-from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
@@ -116,8 +115,18 @@ class Call:
             return
         self.token = recording.token if recording is not None else object()
         self.runs = False
-        captures, saved = self.mode is Mode.CAPTURE, partial(_saved, weakref.ref(self))
-        arena.wait(self.token, Waiting(self.program.pair, owns, captures, self.thread, saved))
+        captures = self.mode is Mode.CAPTURE
+        arena.wait(self.token, Waiting(weakref.ref(self), self.program.pair, owns, captures, self.thread))
+
+    def in_arena(self) -> list[torch.Tensor]:
+        """The tensors in the arena that the call owns, or that its recording has there."""
+        return [*self.owned.values(), *(self.recording.saved() if self.recording is not None else ())]
+
+    def capture_anew(self) -> None:
+        """Has the next call capture once more what this one captures, but only once."""
+        pair = self.program.pair
+        if self.recording is not None and not pair.was_captured_anew:
+            pair.was_captured_anew = self.recording.incomplete = True
 
     def resume(self, beside: Set[object] | None) -> bool:
         """Takes the arena for the backward. False if others than those ``beside`` it use it: see `Arena.resume`."""
@@ -171,13 +180,6 @@ class Call:
     def __del__(self) -> None:
         if hasattr(self, "arena"):  # not so of a copy that was never finished
             self.release()
-
-
-def _saved(reference: weakref.ref[Call]) -> list[torch.Tensor]:
-    """The tensors that a call has in its arena; none if it is gone."""
-    if (call := reference()) is None:
-        return []
-    return [*call.owned.values(), *(call.recording.saved() if call.recording is not None else ())]
 
 
 class SavedState(tuple):

@@ -54,7 +54,7 @@ class Pair:
         self._used: list[Arena] = []  # kept alive from the warm-up on
         self._sharing: weakref.WeakSet[Pair] = weakref.WeakSet()  # others with a gradient of the same parameter
         self._used_scratch: list[Arena] = []
-        self._has_asked = False
+        self.was_captured_anew = False  # as a function that came later was to share its memory
         self.had_cycles = False  # whether outputs in reference cycles have held arenas
         self._collect_at = 1  # how many calls have to find all arenas held before garbage is collected
         self._found_held = 0
@@ -155,7 +155,11 @@ class Pair:
         """
 
         def join(arena: Arena) -> bool:
-            return not self.groups and arena.join(self, captures=captures)
+            if self.groups or not arena.join(self, captures=captures):
+                return False
+            if not captures and self.call_memory is not None:
+                arena.capture_anew(self.call_memory.shared)
+            return True
 
         arena = self._arenas.hold(self._used, self.call_memory, join)
         if arena is None:
@@ -173,21 +177,6 @@ class Pair:
             if arena not in self._used:
                 self._used.append(arena)
         return arena
-
-    def ask_for_share(self) -> bool:
-        """Before a capture that would need an arena of its own: has the calls beside it be captured anew in the next
-        call, once, and returns whether that is so. See Note [Shared arenas]."""
-        is_free = any(not arena.is_held() for arena in self._used)
-        if self._has_asked or is_free or self.groups or self.call_memory is None:
-            return False
-        waiting = self._arenas.replayed_beside(self, self.call_memory.shared)
-        if any(pair.groups for pair, _ in waiting):
-            return False
-        for pair, token in waiting:
-            for recording in [each for each in pair.recordings if each.token is token]:
-                pair.discard(recording, f"{self._label} is captured with it, so that both share memory")
-        self._has_asked = bool(waiting)
-        return self._has_asked
 
     def hold_scratch(self, arena: Arena) -> Arena | None:
         """A scratch arena for a backward that is warmed up or captured, unless it is to be in ``arena``."""

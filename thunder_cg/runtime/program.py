@@ -288,10 +288,7 @@ class Program:
         call = Call(self)
         if pair.selection is not None and pair.selection.begin_eager(call):
             return call.run_eagerly(skip_reasons.TIMED, strict=False)
-        captures = self.inputs.key(inputs) in self._warm
-        if captures and pair.ask_for_share():
-            return call.run_eagerly(skip_reasons.CAPTURED_TOGETHER, strict=False)
-        call.arena = pair.hold_arena(captures=captures)
+        call.arena = pair.hold_arena(captures=self.inputs.key(inputs) in self._warm)
         if pair.had_cycles:
             self.counts.remark = _CYCLES
         if call.arena is None:

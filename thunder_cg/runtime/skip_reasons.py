@@ -57,7 +57,6 @@ GROUP_IS_GONE = SkipReason("the process group of its collectives has been destro
 
 # What is active around the call, so that its line says what to change.
 AROUND_CALLS = frozenset({WATCHED, RETAINED, HOOKS, FORWARD_AD, TRACED})
-CAPTURED_TOGETHER = SkipReason("the next call captures it together with the functions whose memory it is to share")
 OTHERS_WAIT = SkipReason(
     "another call uses the memory pool, which did not when the backward was captured",
     "run backwards in the opposite order of their forwards, and drop or detach() what needs none",
