@@ -60,6 +60,19 @@ def test_sizes_that_come_again(backend, device):
     assert left.calls == 8 and replays(graphed) >= 20
 
 
+def test_sizes_that_follow_others(backend, device):
+    """Those of a training after a validation: they were new too late, and have a graph nevertheless."""
+    model = _model(device)
+    graphed = thunderfx(model, backend=backend)
+    with torch.no_grad():
+        for rows in (*range(2, 12), *[20, 21] * 8):
+            x = torch.randn(rows, 4, device=device)
+            same(graphed(x), model(x))
+    assert _versions(graphed) == 10 and replays(graphed) >= 4
+    (left,) = explain(graphed).new_sizes
+    assert left.calls == 8
+
+
 def test_all_are_compiled_with_strict(backend, device):
     graphed = thunderfx(_model(device), backend=backend, strict=True)
     for rows in range(2, 6):

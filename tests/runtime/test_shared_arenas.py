@@ -13,6 +13,7 @@ from torch import nn
 from thunder_cg import explain
 from thunder_cg.runtime import arena as arena_module
 from thunder_cg.runtime.arena import Arena
+from thunder_cg.runtime.pair import Pair
 
 
 class Layer(nn.Module):
@@ -179,6 +180,24 @@ def test_a_loss_that_is_kept_holds_no_arena(transform, device):
         assert a.grad == b.grad == 1 and loss == 2
         assert not any(arena.is_held() for arena in arenas([graphed]))
     assert replays(graphed) >= 6
+
+
+def test_a_budget_spares_what_waiting_calls_replay(chains, device, monkeypatch):
+    """Their memory is in use until their backwards are over, so to discard it gives nothing back."""
+    plain, graphed = chains(3, memory_budget=24 * 1024)
+    discarded, discard = [], Pair.discard_for_budget
+
+    def note(pair, recording):
+        discarded.append(recording.token in recording.arena.beside())
+        discard(pair, recording)
+
+    monkeypatch.setattr(Pair, "discard_for_budget", note)
+    for rows in (2, 3, 4, 5) * 4:
+        x = batch(device, rows)
+        for layers in (plain, graphed):
+            through(layers, x).square().sum().backward()
+        same(*map(gradients, (plain, graphed)))
+    assert not any(discarded)
 
 
 @pytest.mark.parametrize("seed", range(12))

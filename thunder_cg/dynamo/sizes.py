@@ -7,6 +7,7 @@ replayed. Boxes that a detector found have new sizes in each call, and nothing o
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from thunder_cg.compat.fx import example, symbols_of_sizes
 from thunder_cg.runtime.changes import FEW, FEWER_SIZES, NEW_TOO_OFTEN
 
 _REPLAYS = 3  # the first call for some sizes warms up, the second one captures, and the third one replays
+_LATELY = 16  # calls in PyTorch, among which those with the same sizes are counted
 
 _logger = logging.getLogger(__name__)
 
@@ -34,13 +36,15 @@ class SizesOfGraph:
     """Calls a graph as Thunder has compiled it, or in PyTorch if its sizes are new, as they have been too often.
 
     New sizes go to PyTorch while more than `FEW` sets of sizes, for which Thunder has compiled, have come fewer than
-    three times each. What has an ``__dict__`` would be part of the state of a graphed step, and these numbers change.
+    three times each. Sizes that have come three times in the last calls that went to PyTorch are not new any more:
+    a training may follow a validation with many sizes. What has an ``__dict__`` would be part of the state of a graphed
+    step, and these numbers change.
 
     Attributes:
         in_torch: how many calls went to PyTorch.
     """
 
-    __slots__ = ("_calls", "_compiled", "_in_torch", "_name", "_numbers", "_parts", "in_torch")
+    __slots__ = ("_calls", "_compiled", "_in_torch", "_lately", "_name", "_numbers", "_parts", "in_torch")
 
     def __init__(
         self,
@@ -53,6 +57,7 @@ class SizesOfGraph:
         self._name, self._numbers, self._compiled, self._in_torch = name, numbers, compiled, in_torch
         self._parts = [thunder.compile_stats(part) for part in parts]
         self._calls: dict[tuple[int, ...], int] = {}  # up to three, by the sizes for which Thunder has compiled
+        self._lately: deque[tuple[int, ...]] = deque(maxlen=_LATELY)  # sizes that went to PyTorch
         self.in_torch = 0
 
     def __call__(self, *args: Any) -> Any:
@@ -60,11 +65,12 @@ class SizesOfGraph:
         calls = self._calls.get(sizes, 0)
         if calls == _REPLAYS:
             return self._compiled(*args)
-        if not calls and self.rarely_used > FEW:
+        if not calls and self.rarely_used > FEW and self._lately.count(sizes) < _REPLAYS:
             if not self.in_torch:
                 problem = "calls with new ones run in PyTorch from now on, without Thunder and graphs"
                 _logger.warning("%s: %s; %s; %s", self._name, NEW_TOO_OFTEN, problem, FEWER_SIZES)
             self.in_torch += 1
+            self._lately.append(sizes)
             return self._in_torch(*args)
         before = self._versions()
         result = self._compiled(*args)

@@ -24,7 +24,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -352,6 +352,7 @@ class RecordingUse:
     nbytes: int = 0  # of the arena, about: recordings of one arena share its memory
     replays: int = 0
     forgotten: float = 0  # of the replays: those that do not count any more
+    token: object = field(default_factory=object)  # of calls that replay it: see Note [Shared arenas]
 
     @property
     def value(self) -> float:
@@ -549,7 +550,9 @@ class Arenas:
         candidates = [
             (pair, recording)
             for pair, recording in recordings
-            if recording is not kept and all(arena in mine or not arena.is_held() for arena in recording.arenas())
+            if recording is not kept
+            and all(arena in mine or not arena.is_held() for arena in recording.arenas())
+            and not any(recording.token in arena.beside() for arena in recording.arenas())
         ]
         if not candidates:
             return ""

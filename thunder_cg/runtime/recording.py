@@ -158,7 +158,6 @@ class Recording(RecordingUse):
     keeps_saved: bool = False  # whether ``owned`` is kept after that, so that more backwards can be captured
     dropped: bool = True  # whether no later call may replay it
     incomplete: bool = False  # whether the next call is to record all of it anew, since a region failed
-    token: object = field(default_factory=object)  # of calls that replay it: see Note [Shared arenas]
     may_launch_early: bool = True  # whether a call without effects may launch before all its checks are made
 
     def arenas(self) -> list[Arena]:
