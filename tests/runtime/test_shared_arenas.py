@@ -188,7 +188,7 @@ def test_a_budget_spares_what_waiting_calls_replay(chains, device, monkeypatch):
     discarded, discard = [], Pair.discard_for_budget
 
     def note(pair, recording):
-        discarded.append(recording.token in recording.arena.beside())
+        discarded.append(recording.token in recording.arena.waiting_beside())
         discard(pair, recording)
 
     monkeypatch.setattr(Pair, "discard_for_budget", note)

@@ -112,25 +112,28 @@ class Compiler(ThunderCompiler):
         number = len(self.subgraph_infos) - 1
         self.inputs[number] = of_graph
         self._name_parts(names)
-        options = (getattr(each, "options", None) for each in self.thunder_options.get("transforms") or ())
-        if any(getattr(each, "strict", None) == "ops" for each in options):
+        if "ops" in self._strict:
             for outside in (each for each in outside_of("the graph", self.subgraph_infos[-1]) if each.cost):
                 where = f"{outside.operator} at {outside.line or 'a line unknown to Dynamo'}"
                 problem = f"runs eagerly, as Inductor got it and no trace has it: {outside.reason}"
                 fix = outside.fix or "use an operator that Thunder traces"
                 raise CaptureError(where, problem, fix, option='strict="ops"')
         whole = put_back(module if only_views else _called_directly(compiled))
-        parts = self.subgraph_infos[-1].thunder_compiled_fns
-        if not (parts and counted and self._may_leave_thunder(as_it_was)):
+        if not (counted and self._may_leave_thunder(as_it_was)):
             return whole
+        parts = self.subgraph_infos[-1].thunder_compiled_fns or ()
         self.sizes[number] = SizesOfGraph(graph_name(self.function, number), counted, parts, whole, as_it_was)
         return self.sizes[number]
 
     def _may_leave_thunder(self, module: GraphModule) -> bool:
         """Whether calls of a graph may run in PyTorch: not if ``strict`` is set, nor beside ranks that run it here."""
+        return not (any(self._strict) or self._is_symbolic or any(map(is_collective, module.graph.nodes)))
+
+    @property
+    def _strict(self) -> list[Any]:
+        """The option of this name, of each transform that has it."""
         options = (getattr(each, "options", None) for each in self.thunder_options.get("transforms") or ())
-        is_strict = any(getattr(each, "strict", False) for each in options)
-        return not (is_strict or self._is_symbolic or any(map(is_collective, module.graph.nodes)))
+        return [getattr(each, "strict", False) for each in options]
 
     def note_dynamos_failure(self, error: Exception, stack: Sequence[FrameSummary]) -> None:
         """Keeps what Dynamo raised before it had a graph."""

@@ -41,6 +41,7 @@ from thunder_cg.runtime.lent import Lent, pairs_of_leaves
 _NOTHING: frozenset[object] = frozenset()
 _FITS = 2 * LEAST_SEGMENT  # bytes: an arena that is so much too large is not much too large
 _MUCH = 32  # a pool that is so many times as large as what a function needs hardly grows with it
+_BUSY = 0.1  # seconds for another thread to end what it does in the arena
 _GLOO = 0.1  # seconds for its thread to let go of gradients that the program has reduced itself
 
 
@@ -152,16 +153,17 @@ class Arena:
 
     def join(self, pair: Any, *, captures: bool) -> bool:
         """Takes the arena, in which calls of other pairs wait, for a call that warms up or captures. False if it may
-        not: somebody else has the arena, a waiting call owns nothing, or what is captured would never be replayed."""
+        not: somebody else has the arena, a waiting call owns nothing or is of another thread, or the first one, whose
+        token changes then, only warms up, so that what is captured beside it would not be replayed."""
         if not self._waiting or not self._held.acquire(False):
             return False
-        waiting, thread = [*self._waiting.values()], threading.get_ident()
+        waiting, thread = [call for _, call in self._calls()], threading.get_ident()
         may = waiting and all(each.owns and each.pair is not pair and each.thread == thread for each in waiting)
         if not may or (captures and not waiting[0].captures):
             self._held.release()
             return False
         self.is_shared = True
-        self._may_allocate()
+        self.allocates()
         return True
 
     def wait(self, token: object, call: Waiting) -> None:
@@ -169,32 +171,19 @@ class Arena:
         self._waiting[token] = call
         self._held.release()
 
-    def resume(self, token: object, beside: Set[object] | None) -> bool:
+    def resume(self, token: object, beside: Set[object]) -> bool:
         """Takes the arena for the backward of a waiting call. False if another call has it, or others wait than may.
 
         Args:
-            beside: tokens of the others that may wait; None: those whose tensors own what they have saved.
+            beside: tokens of the others that may wait.
         """
-        if not self._held.acquire(False):
+        if not self._held.acquire(timeout=_BUSY):
             return False
-        if not self.may_run(token, beside):
+        if not beside >= self.waiting_beside(token):
             self._held.release()
             return False
-        if beside is None:
-            self._may_allocate(token)
+        self.enter()
         return True
-
-    def _may_allocate(self, token: object = None) -> None:
-        """Poisons what the pools may hand out from here on: all that no tensors own, but what the call has saved."""
-        if self._poison:
-            waiting = [call for each, call in [*self._waiting.items()] if call.owns or each is token]
-            _fill(self._pools, self._lent, [tensor for call in waiting for tensor in call.saved()])
-
-    def may_run(self, token: object, beside: Set[object] | None) -> bool:
-        """Whether only those wait besides the call with the token that may: see `resume`. Only for the holder."""
-        if beside is None:
-            beside = {each for each, call in [*self._waiting.items()] if call.owns}
-        return beside >= self.beside(token)
 
     def leave(self, token: object, *, holds: bool) -> None:
         """Nothing that a waiting call has saved is used any more."""
@@ -202,20 +191,44 @@ class Arena:
         if holds or (self._poison and self._held.acquire(False)):
             self.release()
 
+    def enter_beside(self) -> None:
+        """`enter` for a waiting call whose backward runs outside of the arena."""
+        holds = self._held.acquire(timeout=_BUSY)
+        try:
+            self.enter()
+        finally:
+            if holds:
+                self._held.release()
+
+    def waiting_beside(self, token: object = None) -> frozenset[object]:
+        """The tokens of all calls that wait, but of one."""
+        return frozenset(each for each, _ in self._calls() if each is not token)
+
+    def owning(self) -> frozenset[object]:
+        """The tokens of the waiting calls whose tensors own what they have saved, so that others may allocate."""
+        return frozenset(token for token, call in self._calls() if call.owns)
+
+    def is_any_waiting(self, pairs: Container[Any], token: object) -> bool:
+        """Whether a call of one of these pairs waits, besides that with the token."""
+        return any(call.pair in pairs for each, call in self._calls() if each is not token)
+
     def capture_anew(self, needed: int) -> None:
         """Beside waiting calls that are captured, a call has warmed up that needs so many bytes of the arena."""
         if needed >= max(LEAST_SEGMENT, self.nbytes() // _MUCH):
-            for waiting in [*self._waiting.values()]:
+            for _, waiting in self._calls():
                 if waiting.captures and (call := waiting.call()) is not None:
                     call.capture_anew()
 
-    def beside(self, token: object = None) -> frozenset[object]:
-        """The tokens of all calls that wait, but of one."""
-        return frozenset(each for each in [*self._waiting] if each is not token)
+    def allocates(self, token: object = None) -> None:
+        """The holder is about to warm up or capture: poisons what the pools may hand out, which is all that no tensors
+        own, but what the call with the token has saved."""
+        if self._poison:
+            waiting = [call for each, call in self._calls() if call.owns or each is token]
+            _fill(self._pools, self._lent, [tensor for call in waiting for tensor in call.saved()])
 
-    def others_of(self, pairs: Container[Any], token: object) -> bool:
-        """Whether a call of one of these pairs waits, besides that with the token."""
-        return any(call.pair in pairs for each, call in [*self._waiting.items()] if each is not token)
+    def _calls(self) -> list[tuple[object, Waiting]]:
+        """Those that wait, the first one first."""
+        return _calls(self._waiting)
 
     def lend(self, owned: Sequence[Lent], by_replays: Sequence[Lent], thread: int) -> None:
         """Callers have these in its memory when it is released. Only for the holder.
@@ -317,7 +330,7 @@ class Arena:
 
     def trim(self, token: object = None) -> None:
         """Gives back memory that no graph needs, unless calls wait but the one with the token. Only for the holder."""
-        if self.beside(token):
+        if self.waiting_beside(token):
             return
         trimmed = [pool.trim() for pool in self._pools.values()]
         self._has_moved = self._has_moved and not all(trimmed)
@@ -327,11 +340,17 @@ class Arena:
             pool.close()
 
 
+def _calls(waiting: Mapping[object, Waiting]) -> list[tuple[object, Waiting]]:
+    """Those that wait, the first one first. A destructor may end one meanwhile, whenever anything is allocated."""
+    found = ((token, waiting.get(token)) for token in [*waiting])
+    return [(token, call) for token, call in found if call is not None]
+
+
 def _poison_and_release(
     pools: Mapping[torch.device, Pool], held: threading.Lock, lent: Sequence[Lent], waiting: Mapping[object, Waiting]
 ) -> None:
     try:
-        _fill(pools, lent, [tensor for each in [*waiting.values()] for tensor in each.saved()])
+        _fill(pools, lent, [tensor for _, call in _calls(waiting) for tensor in call.saved()])
     finally:
         held.release()
 
@@ -552,7 +571,7 @@ class Arenas:
             for pair, recording in recordings
             if recording is not kept
             and all(arena in mine or not arena.is_held() for arena in recording.arenas())
-            and not any(recording.token in arena.beside() for arena in recording.arenas())
+            and not any(recording.token in arena.waiting_beside() for arena in recording.arenas())
         ]
         if not candidates:
             return ""

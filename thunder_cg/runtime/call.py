@@ -128,16 +128,21 @@ class Call:
         if self.recording is not None and not pair.was_captured_anew:
             pair.was_captured_anew = self.recording.incomplete = True
 
-    def resume(self, beside: Set[object] | None) -> bool:
+    def enter(self) -> None:
+        """Orders the stream of the backward after what used the arena before."""
+        assert self.arena is not None
+        (self.arena.enter if self.runs else self.arena.enter_beside)()
+
+    def resume(self, beside: Set[object]) -> bool:
         """Takes the arena for the backward. False if others than those ``beside`` it use it: see `Arena.resume`."""
         assert self.arena is not None
         if self.runs:
-            return self.arena.may_run(self.token, beside)
+            return beside >= self.arena.waiting_beside(self.token)
         self.runs = self.arena.resume(self.token, beside)
         return self.runs
 
     def release(self) -> None:
-        """Gives the arena back. Nothing that the call has in its memory may be used any more."""
+        """Ends what it does in the arena, or its waiting there. Nothing of its memory may be used any more."""
         scratch, self.scratch, arena, self.arena = self.scratch, None, self.arena, None
         lent, by_replays, self.lent = self.lent, self.trace.lent if self.trace is not None else [], []
         self.owned = {}
@@ -150,7 +155,7 @@ class Call:
             arena.leave(self.token, holds=self.runs)
 
     def arenas(self) -> list[Arena]:
-        """Those that it holds."""
+        """Those that it holds, or waits in."""
         return [arena for arena in (self.arena, self.scratch) if arena is not None]
 
     @property

@@ -172,7 +172,7 @@ class Pair:
                 else:
                     self._found_held, self._collect_at, self.had_cycles = 0, 1, True
         if arena is not None:
-            if not arena.beside():
+            if not arena.waiting_beside():
                 arena.call_memory = self.call_memory
             if arena not in self._used:
                 self._used.append(arena)
@@ -211,7 +211,7 @@ class Pair:
         """Whether no call but the one with ``token`` in ``arena`` awaits its backward, or runs, here and in pairs that
         have a gradient of the same parameter."""
         pairs = (self, *self._sharing)
-        return not arena.others_of(pairs, token) and all(
+        return not arena.is_any_waiting(pairs, token) and all(
             not pair.awaiting_backward and not any(other is not arena and other.is_held() for other in pair._used)
             for pair in pairs
         )

@@ -320,7 +320,7 @@ class Program:
             return eager.run_eagerly(skip_reasons.FORWARD_WAS_EAGER)
         if self.collectives is not None and not self.collectives.are_alive():
             return call.run_eagerly(skip_reasons.GROUP_IS_GONE)
-        call.arena.enter()
+        call.enter()
         if backward_keeps_graph():  # the call keeps its arena for the next backward
             return Call(self).run_eagerly(skip_reasons.RETAINED)
         if call.mode is Mode.EAGER:
@@ -334,10 +334,12 @@ class Program:
                     return call.switch_to(Mode.REPLAY)
         if (reason := self.inputs.unsupported(inputs)) is not None:
             return call.run_eagerly(reason)
-        if not call.resume(None):
+        if not call.resume(call.arena.owning()):
             if call.recording is not None:
                 self.pair.retire(call.recording, skip_reasons.OTHERS_WAIT.problem)
             return call.run_eagerly(skip_reasons.OTHERS_WAIT, strict=False)
+        if call.token is not None:
+            call.arena.allocates(call.token)
         if call.scratch is None and (scratch := self.pair.hold_scratch(call.arena)) is not None:
             call.scratch = scratch
             scratch.enter()
@@ -391,7 +393,7 @@ class Program:
             if tensor is not None and (self.is_static(name, recording) or call.owns(name, tensor))
         ]
         guard = Guard(inputs, static, self.inputs.written, self.inputs.settings)
-        beside = recording.arena.beside(recording.token)
+        beside = recording.arena.waiting_beside(recording.token)
         graphs: list[RegionGraph | None] = [None] * len(self.regions)
         call.trace = TraceRecording(guard, graphs, self.counts.calls, call.scratch, call.key, beside=beside)
         call.verifies = self.options.verify is not None
@@ -506,6 +508,8 @@ class Program:
             self.backend.order_gradients()
         if call.recording is not None and call.recording.incomplete:
             call.give_up()
+        if call.arena is not None and not call.runs:
+            call.enter()  # the next call may overwrite what an eager backward has read
         call.release()
 
     def count_replay(self) -> None:

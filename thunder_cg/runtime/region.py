@@ -369,7 +369,7 @@ class RuntimeRegion:
         if call.mode is Mode.CAPTURE:
             assert call.trace is not None
             return not call.trace.beside
-        return not call.memory.beside(call.token)
+        return not call.memory.waiting_beside(call.token)
 
     def function_in_arena(self, call: Call, args: Sequence[Any]) -> Callable[..., Sequence[Any]]:
         """What a warm-up or a capture runs. It copies nothing early where results are lent."""
