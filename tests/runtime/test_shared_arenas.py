@@ -144,6 +144,7 @@ def test_a_layer_that_came_with_another_one(chains, device):
 def test_a_layer_that_comes_later(chains, device, monkeypatch):
     """One call later, so that it is captured when the others replay: they are captured anew with it, once."""
     monkeypatch.setattr(arena_module, "LEAST_SEGMENT", 0)
+    monkeypatch.setattr(arena_module, "_MUCH", 2**30)
     plain, graphed = chains(3)
     for step in range(10):
         x = batch(device)

@@ -19,7 +19,8 @@ from thunder_cg.compat.fx import example, symbols_of_sizes
 from thunder_cg.runtime.changes import FEW, FEWER_SIZES, NEW_TOO_OFTEN
 
 _REPLAYS = 3  # the first call for some sizes warms up, the second one captures, and the third one replays
-_LATELY = 16  # calls in PyTorch, among which those with the same sizes are counted
+_LATELY = 16  # calls that went to PyTorch
+_OFTEN = 5  # times that sizes have to come among these
 
 _logger = logging.getLogger(__name__)
 
@@ -36,9 +37,9 @@ class SizesOfGraph:
     """Calls a graph as Thunder has compiled it, or in PyTorch if its sizes are new, as they have been too often.
 
     New sizes go to PyTorch while more than `FEW` sets of sizes, for which Thunder has compiled, have come fewer than
-    three times each. Sizes that have come three times in the last calls that went to PyTorch are not new any more:
-    a training may follow a validation with many sizes. What has an ``__dict__`` would be part of the state of a graphed
-    step, and these numbers change.
+    three times each. Sizes that make up a third of the last calls that went to PyTorch are not new any more: a training
+    may follow a validation with many sizes. What has an ``__dict__`` would be part of the state of a graphed step, and
+    these numbers change.
 
     Attributes:
         in_torch: how many calls went to PyTorch.
@@ -65,7 +66,7 @@ class SizesOfGraph:
         calls = self._calls.get(sizes, 0)
         if calls == _REPLAYS:
             return self._compiled(*args)
-        if not calls and self.rarely_used > FEW and self._lately.count(sizes) < _REPLAYS:
+        if not calls and self.rarely_used > FEW and self._lately.count(sizes) < _OFTEN:
             if not self.in_torch:
                 problem = "calls with new ones run in PyTorch from now on, without Thunder and graphs"
                 _logger.warning("%s: %s; %s; %s", self._name, NEW_TOO_OFTEN, problem, FEWER_SIZES)

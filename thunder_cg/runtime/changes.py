@@ -57,7 +57,7 @@ _PAD = (
 _DROP_LAST = "if only the last batch differs, drop_last=True"
 SIZES = ("shape", "size")
 NEW_TOO_OFTEN = "its sizes or numbers are new in too many calls"
-FEWER_SIZES = "pad to a few sizes, since what comes three times has a graph"
+FEWER_SIZES = "pad to a few sizes, since what comes often has a graph"
 
 # Of each kind: what differs, what that costs, and what to do about it. "{names}" are the inputs, "{first}" is one.
 _KINDS = {
