@@ -201,7 +201,8 @@ def test_a_budget_spares_what_waiting_calls_replay(chains, device, monkeypatch):
     assert not any(discarded)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [7, 1, 11, 0, 2, 3, 4, 5, 6, 8, 9, 10])
+@pytest.mark.nightly_after(3)
 def test_whatever_is_called(chains, device, seed):
     """Forwards, backwards, dropped losses and inference in random order, in three layers and with two sizes."""
     draw = random.Random(seed)
