@@ -77,7 +77,8 @@ Every test compares with uncaptured Thunder, bit for bit.
 | a capture is interrupted half way                             | test_interrupted_capture               |
 | two threads share memory                                      | test_threads                           |
 | more calls in flight than arenas                              | test_too_many_in_flight                |
-| a model in many parts, all in flight at once                  | test_an_arena_for_each_function        |
+| a model in many parts, all in flight at once                  | test_functions_share_an_arena          |
+| a part writes over what another one has saved                 | test_functions_beside_another_one      |
 | backwards of several parts overwrite each other's memory      | test_backwards_that_share_memory       |
 | so do those that run on several threads                       | test_backwards_on_several_threads      |
 | memory that a region may reuse has another name               | test_memory_with_two_names             |
@@ -1449,7 +1450,7 @@ def test_too_many_in_flight(twins, device):
     assert any("all 2 memory pools are in use" in reason for reason in forward["fallbacks"])
 
 
-def test_an_arena_for_each_function(transform, device):
+def test_functions_share_an_arena(transform, device):
     """As the many parts that thunderfx makes of a model: all their forwards are in flight before the first backward."""
     shared = transform(max_arenas=1)
     models = [MLP().to(device) for _ in range(4)]
@@ -1463,6 +1464,24 @@ def test_an_arena_for_each_function(transform, device):
             same_state(a, b)
     assert [replays(model) for model in graphed] == [6] * 4
     assert not any(trace["fallbacks"] for model in graphed for trace in explain(model).to_dict()["traces"])
+    assert len({arena for model in graphed for program in programs(model) for arena in program.pair.arenas()}) == 1
+
+
+def test_functions_beside_another_one(transform, device):
+    """The second function was captured beside one version of the first, and is called beside another one."""
+    shared = transform()
+    models = [MLP().to(device) for _ in range(2)]
+    plain = [plain_of(model, number) for number, model in enumerate(models)]
+    graphed = [thunder.jit(model, transforms=[shared]) for model in models]
+    for rows in (4, 4, 4, 6, 6, 6, 4, 6, 4, 6, 6, 4):
+        x, y = torch.randn(rows, 8, device=device), torch.randn(4, 8, device=device)
+        for some in (plain, graphed):
+            first, second = (model(z).square().sum() for model, z in zip(some, (x, y)))
+            second.backward()
+            first.backward()
+        for a, b in zip(plain, graphed):
+            same_state(a, b)
+    assert all(replays(model) > 10 for model in graphed)
 
 
 @pytest.mark.parametrize("is_apart", [True, False])

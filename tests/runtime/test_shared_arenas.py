@@ -128,19 +128,6 @@ def test_a_backward_that_never_comes(chains, device, kept):
         alive[:-2] = []
 
 
-def test_a_layer_that_came_with_another_one(chains, device):
-    """The second layer was captured beside one version of the first, and is called beside another one."""
-    plain, graphed = chains(2)
-    for rows in (4, 4, 4, 6, 6, 6, 4, 6, 4, 6, 6, 4):
-        x, y = batch(device, rows), batch(device)
-        for layers in (plain, graphed):
-            first, second = (layer(z).square().sum() for layer, z in zip(layers, (x, y)))
-            second.backward()
-            first.backward()
-        same(*map(gradients, (plain, graphed)))
-    assert all(replays(layer) > 10 for layer in graphed)
-
-
 def test_a_layer_that_comes_later(chains, device, monkeypatch):
     """One call later, so that it is captured when the others replay: they are captured anew with it, once."""
     monkeypatch.setattr(arena_module, "LEAST_SEGMENT", 0)
@@ -201,8 +188,8 @@ def test_a_budget_spares_what_waiting_calls_replay(chains, device, monkeypatch):
     assert not any(discarded)
 
 
-@pytest.mark.parametrize("seed", [7, 1, 11, 0, 2, 3, 4, 5, 6, 8, 9, 10])
-@pytest.mark.nightly_after(3)
+@pytest.mark.parametrize("seed", [7, 11, 1, 0, 2, 3, 4, 5, 6, 8, 9, 10])
+@pytest.mark.nightly_after(2)
 def test_whatever_is_called(chains, device, seed):
     """Forwards, backwards, dropped losses and inference in random order, in three layers and with two sizes."""
     draw = random.Random(seed)
