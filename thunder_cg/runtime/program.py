@@ -335,9 +335,9 @@ class Program:
         if (reason := self.inputs.unsupported(inputs)) is not None:
             return call.run_eagerly(reason)
         if not call.resume(call.arena.owning()):
-            if call.recording is not None:
-                self.pair.retire(call.recording, skip_reasons.OTHERS_WAIT.problem)
-            return call.run_eagerly(skip_reasons.OTHERS_WAIT, strict=False)
+            why, recording = skip_reasons.OTHERS_WAIT, call.recording
+            is_for_ever = recording is not None and not self.pair.retire(recording, why.problem)
+            return call.run_eagerly(why, strict=is_for_ever)
         if call.token is not None:
             call.arena.allocates(call.token)
         if call.scratch is None and (scratch := self.pair.hold_scratch(call.arena)) is not None:
