@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from thunder.core import interpreter, jit_ext
@@ -29,11 +30,13 @@ from thunder.core.proxies import ProxyTag, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, get_tracectx
 
-from thunder_cg.compat.thunder import is_ours
+from thunder_cg.compat.thunder import is_ours, symbols_of_functions
 
 _dtype: Any = TensorProxy.dtype.fget
 _device: Any = TensorProxy.device.fget
 _requires_grad: Any = TensorProxy.requires_grad.fget
+_thunders_set_grad_enabled: Any = symbols_of_functions()[torch._C._set_grad_enabled]
+_in_functions: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # of a compilation: whether gradients are on there
 
 
 def _instead_of(function: Any, ours: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,8 +99,17 @@ def _is_in_function() -> bool:
 
 def _is_grad_enabled() -> bool:
     """As Thunder's trace has it, which ``torch.inference_mode`` does not change. ``torch.no_grad`` asks, too."""
-    is_on: bool = _compile_data.get()[0].is_grad_enabled
+    data = _compile_data.get()[0]
+    is_on: bool = _in_functions.get(data, False) if _is_in_function() else data.is_grad_enabled
     return is_on and (_asks(torch.autograd.grad_mode) or not torch.is_inference_mode_enabled())
+
+
+def _set_grad_enabled(enabled: bool) -> None:
+    """Is no part of the trace of a function, which has its backward in either case."""
+    if _is_in_function():
+        _in_functions[_compile_data.get()[0]] = enabled
+    else:
+        _thunders_set_grad_enabled(enabled)
 
 
 def _autocast(kind: str) -> tuple[torch.dtype, bool]:
@@ -116,6 +128,7 @@ _OURS: dict[Any, Callable[..., Any]] = {
     _requires_grad: _needs_gradient,
     torch.device: torch.device,
     torch.is_grad_enabled: _is_grad_enabled,
+    torch._C._set_grad_enabled: _set_grad_enabled,
     torch.is_autocast_enabled: lambda kind="cuda": _autocast(kind)[1],
     torch.is_autocast_cpu_enabled: lambda: _autocast("cpu")[1],
     torch.get_autocast_dtype: lambda kind: _autocast(kind)[0],
