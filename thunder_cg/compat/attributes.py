@@ -121,6 +121,31 @@ def _autocast(kind: str) -> tuple[torch.dtype, bool]:
     return torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
 
 
+def _named_members(method: Callable[..., Any], get: str) -> Callable[..., Any]:
+    """Parameters or buffers of a module in PyTorch's order. Thunder has them in that of a set, by chance."""
+    thunders = _general_jit_lookaside_map[method]
+
+    def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_ours(_compile_data.get()[0]):
+            return thunders(module, *args, **kwargs)
+        values = [interpreter.unwrap(arg) for arg in (module, *args)]
+        named = {interpreter.unwrap(name): interpreter.unwrap(arg) for name, arg in kwargs.items()}
+        prefix = [*values[1:], named.get("prefix", "")][0]
+        find = getattr(values[0], get)
+
+        def members(names: Any) -> Any:
+            for name in names:
+                yield name, find(name.removeprefix(f"{prefix}.") if prefix else name)
+
+        source = interpreter.ProvenanceRecord(
+            interpreter.PseudoInst.LOOKASIDE, inputs=[interpreter.wrap_const(method).provenance]
+        )
+        names = [name for name, _ in method(*values, **named)]
+        return interpreter._interpret_call(members, interpreter.wrap(names, provenance=source))
+
+    return call
+
+
 _ENTERS = {"torch.amp.autocast_mode._enter_autocast": 1, "torch.amp.autocast_mode._exit_autocast": -1}
 _OURS: dict[Any, Callable[..., Any]] = {
     _dtype: lambda tensor: to_torch_dtype(_dtype(tensor)),
@@ -147,7 +172,12 @@ def _type_of_tensor(value: Any, *others: Any) -> Any:
     return interpreter.wrap_const(known if issubclass(known, torch.Tensor) else torch.Tensor)
 
 
-_LOOKASIDES = {type: _type_of_tensor, **{function: _instead_of(function, ours) for function, ours in _OURS.items()}}
+_MEMBERS = {torch.nn.Module.named_parameters: "get_parameter", torch.nn.Module.named_buffers: "get_buffer"}
+_LOOKASIDES = {
+    type: _type_of_tensor,
+    **{function: _instead_of(function, ours) for function, ours in _OURS.items()},
+    **{method: _named_members(method, get) for method, get in _MEMBERS.items()},
+}
 _repeat_assignments = jit_ext.process_recorded_modifications
 
 
