@@ -213,6 +213,71 @@ def test_thunder_ends_both():
     assert w.grad[0] == 9
 
 
+class _Modes(torch.autograd.Function):
+    """Computes with what it is told of gradients, which are off in a function."""
+
+    @staticmethod
+    def forward(context, x):
+        before = torch.is_grad_enabled()
+        with torch.enable_grad():
+            inside = torch.is_grad_enabled()
+        with torch.no_grad():
+            return x * (1 + before + 2 * inside + 4 * torch.is_grad_enabled())
+
+    @staticmethod
+    def backward(context, gradient):
+        with torch.no_grad():
+            return gradient * (5 + torch.is_grad_enabled())
+
+
+def test_a_function_that_computes_without_gradients_has_its_backward(transform, device):
+    def fn(x, w):
+        return _Modes.apply(x * w) * (2 if torch.is_grad_enabled() else 3) + w
+
+    x = torch.full((3,), 11.0, device=device)
+    results = []
+    for jfn in (fn, thunder.jit(fn, transforms=[transform()])):
+        for _ in range(3):
+            w = torch.ones(3, device=device, requires_grad=True)
+            result = jfn(x, w)
+            result.sum().backward()
+        results.append((result, w.grad))
+    torch.testing.assert_close(*results)
+
+
+def test_thunder_takes_such_a_function_for_a_constant():
+    """Where this fails, Thunder has mended it, and ours can go."""
+    x = torch.ones(3, requires_grad=True)
+    assert not thunder.jit(_Modes.apply)(x).requires_grad
+
+
+class _Members(nn.Module):
+    """Computes with its parameters and buffers in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.tensor(3.0))
+        self.inner = nn.Sequential(*(nn.Linear(1, 1) for _ in range(8)))
+        self.register_buffer("last", torch.tensor(5.0))
+        self.norm = nn.BatchNorm1d(1)
+
+    def forward(self, x):
+        for parameter in self.parameters():
+            x = (x + parameter.reshape(1)).sin()
+        for name, buffer in self.named_buffers(prefix="of"):
+            x = (x + buffer.reshape(1) * len(name)).sin()
+        for name, parameter in self.inner[2].named_parameters("of", recurse=True):
+            x = (x + parameter.reshape(1) * len(name)).sin()
+        return x * next(self.inner.parameters()).reshape(1)
+
+
+def test_parameters_and_buffers_are_in_order(transform, device):
+    model, x = _Members().to(device), torch.zeros(2, device=device)
+    jmodel = thunder.jit(model, transforms=[transform()])
+    for _ in range(3):
+        torch.testing.assert_close(jmodel(x), model(x))
+
+
 def test_a_device_is_assigned_to_what_is_passed(transform, device):
     class Cache:
         place = None

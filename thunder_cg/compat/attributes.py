@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from thunder.core import interpreter, jit_ext
@@ -29,11 +30,13 @@ from thunder.core.proxies import ProxyTag, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, get_tracectx
 
-from thunder_cg.compat.thunder import is_ours
+from thunder_cg.compat.thunder import is_ours, symbols_of_functions
 
 _dtype: Any = TensorProxy.dtype.fget
 _device: Any = TensorProxy.device.fget
 _requires_grad: Any = TensorProxy.requires_grad.fget
+_thunders_set_grad_enabled: Any = symbols_of_functions()[torch._C._set_grad_enabled]
+_in_functions: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # of a compilation: whether gradients are on there
 
 
 def _instead_of(function: Any, ours: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,8 +99,17 @@ def _is_in_function() -> bool:
 
 def _is_grad_enabled() -> bool:
     """As Thunder's trace has it, which ``torch.inference_mode`` does not change. ``torch.no_grad`` asks, too."""
-    is_on: bool = _compile_data.get()[0].is_grad_enabled
+    data = _compile_data.get()[0]
+    is_on: bool = _in_functions.get(data, False) if _is_in_function() else data.is_grad_enabled
     return is_on and (_asks(torch.autograd.grad_mode) or not torch.is_inference_mode_enabled())
+
+
+def _set_grad_enabled(enabled: bool) -> None:
+    """Is no part of the trace of a function, which has its backward in either case."""
+    if _is_in_function():
+        _in_functions[_compile_data.get()[0]] = enabled
+    else:
+        _thunders_set_grad_enabled(enabled)
 
 
 def _autocast(kind: str) -> tuple[torch.dtype, bool]:
@@ -109,6 +121,31 @@ def _autocast(kind: str) -> tuple[torch.dtype, bool]:
     return torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
 
 
+def _named_members(method: Callable[..., Any], get: str) -> Callable[..., Any]:
+    """Parameters or buffers of a module in PyTorch's order. Thunder has them in that of a set, by chance."""
+    thunders = _general_jit_lookaside_map[method]
+
+    def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_ours(_compile_data.get()[0]):
+            return thunders(module, *args, **kwargs)
+        values = [interpreter.unwrap(arg) for arg in (module, *args)]
+        named = {interpreter.unwrap(name): interpreter.unwrap(arg) for name, arg in kwargs.items()}
+        prefix = [*values[1:], named.get("prefix", "")][0]
+        find = getattr(values[0], get)
+
+        def members(names: Any) -> Any:
+            for name in names:
+                yield name, find(name.removeprefix(f"{prefix}.") if prefix else name)
+
+        source = interpreter.ProvenanceRecord(
+            interpreter.PseudoInst.LOOKASIDE, inputs=[interpreter.wrap_const(method).provenance]
+        )
+        names = [name for name, _ in method(*values, **named)]
+        return interpreter._interpret_call(members, interpreter.wrap(names, provenance=source))
+
+    return call
+
+
 _ENTERS = {"torch.amp.autocast_mode._enter_autocast": 1, "torch.amp.autocast_mode._exit_autocast": -1}
 _OURS: dict[Any, Callable[..., Any]] = {
     _dtype: lambda tensor: to_torch_dtype(_dtype(tensor)),
@@ -116,6 +153,7 @@ _OURS: dict[Any, Callable[..., Any]] = {
     _requires_grad: _needs_gradient,
     torch.device: torch.device,
     torch.is_grad_enabled: _is_grad_enabled,
+    torch._C._set_grad_enabled: _set_grad_enabled,
     torch.is_autocast_enabled: lambda kind="cuda": _autocast(kind)[1],
     torch.is_autocast_cpu_enabled: lambda: _autocast("cpu")[1],
     torch.get_autocast_dtype: lambda kind: _autocast(kind)[0],
@@ -134,7 +172,12 @@ def _type_of_tensor(value: Any, *others: Any) -> Any:
     return interpreter.wrap_const(known if issubclass(known, torch.Tensor) else torch.Tensor)
 
 
-_LOOKASIDES = {type: _type_of_tensor, **{function: _instead_of(function, ours) for function, ours in _OURS.items()}}
+_MEMBERS = {torch.nn.Module.named_parameters: "get_parameter", torch.nn.Module.named_buffers: "get_buffer"}
+_LOOKASIDES = {
+    type: _type_of_tensor,
+    **{function: _instead_of(function, ours) for function, ours in _OURS.items()},
+    **{method: _named_members(method, get) for method, get in _MEMBERS.items()},
+}
 _repeat_assignments = jit_ext.process_recorded_modifications
 
 
