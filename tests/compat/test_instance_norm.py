@@ -21,6 +21,7 @@ NORMS = [
 
 
 @pytest.mark.parametrize(("norm", "shape"), NORMS)
+@pytest.mark.nightly_after(2)
 def test_statistics_are_updated(transform, device, norm, shape):
     eager = nn.Sequential(nn.Tanh(), copy.deepcopy(norm), nn.Tanh()).to(device)
     graphed = copy.deepcopy(eager)
