@@ -66,7 +66,7 @@ class SizesOfGraph:
         calls = self._calls.get(sizes, 0)
         if calls == _REPLAYS:
             return self._compiled(*args)
-        if not calls and self.rarely_used > FEW and self._lately.count(sizes) < _OFTEN:
+        if not calls and self._rarely_used() > FEW and self._lately.count(sizes) < _OFTEN:
             if not self.in_torch:
                 problem = "calls with new ones run in PyTorch from now on, without Thunder and graphs"
                 _logger.warning("%s: %s; %s; %s", self._name, NEW_TOO_OFTEN, problem, FEWER_SIZES)
@@ -79,8 +79,7 @@ class SizesOfGraph:
             self._calls[sizes] = calls + 1
         return result
 
-    @property
-    def rarely_used(self) -> int:
+    def _rarely_used(self) -> int:
         """How many sets of sizes Thunder has compiled for that never replayed."""
         return sum(calls < _REPLAYS for calls in self._calls.values())
 

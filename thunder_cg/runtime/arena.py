@@ -157,7 +157,7 @@ class Arena:
         token changes then, only warms up, so that what is captured beside it would not be replayed."""
         if not self._waiting or not self._held.acquire(False):
             return False
-        waiting, thread = [call for _, call in self._calls()], threading.get_ident()
+        waiting, thread = [call for _, call in _calls(self._waiting)], threading.get_ident()
         may = waiting and all(each.owns and each.pair is not pair and each.thread == thread for each in waiting)
         if not may or (captures and not waiting[0].captures):
             self._held.release()
@@ -202,20 +202,20 @@ class Arena:
 
     def waiting_beside(self, token: object = None) -> frozenset[object]:
         """The tokens of all calls that wait, but of one."""
-        return frozenset(each for each, _ in self._calls() if each is not token)
+        return frozenset(each for each, _ in _calls(self._waiting) if each is not token)
 
     def owning(self) -> frozenset[object]:
         """The tokens of the waiting calls whose tensors own what they have saved, so that others may allocate."""
-        return frozenset(token for token, call in self._calls() if call.owns)
+        return frozenset(token for token, call in _calls(self._waiting) if call.owns)
 
     def is_any_waiting(self, pairs: Container[Any], token: object) -> bool:
         """Whether a call of one of these pairs waits, besides that with the token."""
-        return any(call.pair in pairs for each, call in self._calls() if each is not token)
+        return any(call.pair in pairs for each, call in _calls(self._waiting) if each is not token)
 
     def capture_anew(self, needed: int) -> None:
         """Beside waiting calls that are captured, a call has warmed up that needs so many bytes of the arena."""
         if needed >= max(LEAST_SEGMENT, self.nbytes() // _MUCH):
-            for _, waiting in self._calls():
+            for _, waiting in _calls(self._waiting):
                 if waiting.captures and (call := waiting.call()) is not None:
                     call.capture_anew()
 
@@ -223,12 +223,8 @@ class Arena:
         """The holder is about to warm up or capture: poisons what the pools may hand out, which is all that no tensors
         own, but what the call with the token has saved."""
         if self._poison:
-            waiting = [call for each, call in self._calls() if call.owns or each is token]
+            waiting = [call for each, call in _calls(self._waiting) if call.owns or each is token]
             _fill(self._pools, self._lent, [tensor for call in waiting for tensor in call.saved()])
-
-    def _calls(self) -> list[tuple[object, Waiting]]:
-        """Those that wait, the first one first."""
-        return _calls(self._waiting)
 
     def lend(self, owned: Sequence[Lent], by_replays: Sequence[Lent], thread: int) -> None:
         """Callers have these in its memory when it is released. Only for the holder.

@@ -54,13 +54,13 @@ RAISED = SkipReason("the replay raised an error")
 FORWARD_WAS_EAGER = SkipReason("the forward of this backward ran eagerly")
 NO_FORWARD = SkipReason("something has replaced what the forward saved for this backward, so its forward is unknown")
 GROUP_IS_GONE = SkipReason("the process group of its collectives has been destroyed or aborted")
-
-# What is active around the call, so that its line says what to change.
-AROUND_CALLS = frozenset({WATCHED, RETAINED, HOOKS, FORWARD_AD, TRACED})
 OTHERS_WAIT = SkipReason(
     "another call uses the memory pool, which did not when the backward was captured",
     "run backwards in the opposite order of their forwards, and drop or detach() what needs none",
 )
+
+# What is active around the call, so that its line says what to change.
+AROUND_CALLS = frozenset({WATCHED, RETAINED, HOOKS, FORWARD_AD, TRACED})
 # A graph around the call is to hold what it does, or the forward has said why: no mistake for ``strict=True``.
 HELD_ELSEWHERE = frozenset({IN_CAPTURE, IN_STEP, FORWARD_WAS_EAGER})
 
