@@ -14,6 +14,8 @@ from unittest.mock import patch
 
 import torch
 
+from thunder_cg.compat.cuda import clear_cublas_workspaces
+
 
 def backend_of(device: torch.device) -> Literal["cuda", "tape"]:
     """The backend for a device: CUDA graphs, or their stand-in on the CPU."""
@@ -31,6 +33,13 @@ def free_memory(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def free_cublas_workspaces(device: torch.device) -> None:
+    """Frees the workspaces of cuBLAS, so that what needs them next pays for them. No graph may have some."""
+    if device.type == "cuda" and clear_cublas_workspaces is not None:
+        synchronize(device)
+        clear_cublas_workspaces()
 
 
 @dataclass(slots=True)

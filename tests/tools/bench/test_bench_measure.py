@@ -110,6 +110,16 @@ def test_a_step_that_is_never_replayed_has_no_time() -> None:
 
 
 @pytest.mark.nightly
+def test_a_case_whose_sizes_differ_has_later_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[None] = []
+    monkeypatch.setitem(VARIANTS, EAGER, lambda subject: Prepared(lambda: calls.append(None)))
+    of_subject(EAGER, subject(tiny(later_calls=5), CPU))
+    assert len(calls) == measure.FIRST_CALLS + 5
+    monkeypatch.setattr(measure, "LATER_CALLS_SECONDS", 0.0)
+    of_subject(EAGER, subject(tiny(later_calls=5), CPU))
+    assert len(calls) == 2 * measure.FIRST_CALLS + 5
+
+
 def test_captures_are_timed_when_nothing_else_runs() -> None:
     contender = of_subject(OURS, subject(tiny(trains=True), CPU))
 

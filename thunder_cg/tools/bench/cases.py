@@ -41,6 +41,7 @@ class BenchmarkCase:
         dynamo: the Thunder variants go through `thunderfx`, because `thunder.jit` cannot trace the model.
         exact: results are compared with a float64 copy. Else they are compared with the eager model: where a copy is
             too large, or where rounding changes decisions that depend on data.
+        later_calls: calls after the first ones, before anything is timed, where sizes differ from call to call.
         steps: a call that trains also clips the gradients and updates the parameters, with a fused AdamW.
         unit, size: of a scaling series; "" and 0 of other cases.
     """
@@ -52,6 +53,7 @@ class BenchmarkCase:
     dtype: torch.dtype = torch.bfloat16
     dynamo: bool = False
     exact: bool = True
+    later_calls: int = 0
     steps: bool = False
     unit: str = ""
     size: int = 0
@@ -134,6 +136,7 @@ def _large() -> tuple[BenchmarkCase, ...]:
             dtype=torch.float32,
             dynamo=True,
             exact=False,
+            later_calls=400,
         ),
         BenchmarkCase(
             "DLRM, training 2048 clicks",

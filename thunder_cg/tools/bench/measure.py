@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from statistics import median
 
 import torch
@@ -25,6 +26,7 @@ from thunder_cg.tools.bench import accuracy
 from thunder_cg.tools.bench.cases import BenchmarkCase
 from thunder_cg.tools.bench.variants import OURS, REDUCE_OVERHEAD, THUNDER, VARIANTS, Prepared, Subject, is_of
 from thunder_cg.tools.measuring import (
+    free_cublas_workspaces,
     free_memory,
     frozen_objects,
     memory_peaks,
@@ -41,6 +43,7 @@ TURN_SECONDS = 1.0  # after which a turn of slow calls ends, but not before FEWE
 FEWEST_CALLS = 10
 EVERY_VARIANT = "every variant"
 FIRST_CALLS = 6  # compile, warm up, capture, and reach the steady state
+LATER_CALLS_SECONDS = 60.0  # after which `BenchmarkCase.later_calls` end
 CAPTURES = 5
 
 
@@ -60,7 +63,8 @@ class BenchmarkRow:
             is the median of `CAPTURES` after all turns, because other processes may compile beside the second call; for
             other variants it is the second call.
         analysis_ms: the part of the compilation that the hooks of thunder_cg took, milliseconds.
-        allocated_mb, reserved_mb: peaks above the model in the first calls, 1e6 bytes, in `new_segments`.
+        allocated_mb, reserved_mb: peaks above the model in the first calls, 1e6 bytes, in `new_segments`. Workspaces of
+            cuBLAS count if the variant is measured alone: else those of earlier variants serve it, if it has no graph.
         error: see `accuracy.relative_error`, against `reference`: "float64", or "eager" in the case's own dtype.
         bits: for thunder_cg, whether results equal those of plain Thunder: "same", "different", "thunder varies" if two
             calls of plain Thunder differ, or "other kernels" if they are those of the same compiled function without
@@ -114,7 +118,9 @@ class Samples:
 class Contender:
     """One variant of a case, prepared and called until it reached its steady state, and its samples in this process."""
 
-    def __init__(self, name: str, prepare: Callable[[], Prepared], device: torch.device, samples: Samples) -> None:
+    def __init__(
+        self, name: str, prepare: Callable[[], Prepared], device: torch.device, samples: Samples, later_calls: int = 0
+    ) -> None:
         self.name, self.samples, self._device = name, samples, device
         forget_dynamic_sizes()  # else sizes that varied in another variant are dynamic from the start
         with memory_peaks(device) as memory, new_inductor_cache():
@@ -124,7 +130,9 @@ class Contender:
             samples.prepare = working_time() - start
             samples.first_calls = [self.call(working_time)[1] for _ in range(FIRST_CALLS)]
         samples.allocated, samples.reserved = memory.allocated, memory.reserved
-        self.seconds = min(samples.first_calls[3:])
+        end = working_time() + LATER_CALLS_SECONDS
+        later = [self.call()[1] for _ in takewhile(lambda _: working_time() < end, range(later_calls))]
+        self.seconds = min([*samples.first_calls, *later][-3:])
 
     def call(self, clock: Callable[[], float] = time.perf_counter) -> tuple[float, float]:
         """Seconds until a call returned, and until the GPU had finished it."""
@@ -176,7 +184,7 @@ class Contender:
 def of_subject(name: str, subject: Subject) -> Contender:
     """The variant, prepared. It may change the model."""
     torch.manual_seed(0)
-    return Contender(name, partial(VARIANTS[name], subject), subject.device, Samples())
+    return Contender(name, partial(VARIANTS[name], subject), subject.device, Samples(), subject.case.later_calls)
 
 
 def _fill(row: BenchmarkRow, contender: Contender) -> None:
@@ -272,6 +280,8 @@ def _measure_variants(
         for name in some:
             progress.tick(f"{case.name}: preparing {name}")
             try:
+                if len(names) == 1:
+                    free_cublas_workspaces(device)
                 with new_segments(device):
                     own = Subject(case, copy.deepcopy(template.model), template.inputs)
                     contender, row = of_subject(name, own), BenchmarkRow(case.name, name)
