@@ -90,11 +90,11 @@ def test_each_variant_has_its_own_colour() -> None:
 
 
 def test_plots_of_the_readme_are_those_of_the_committed_numbers() -> None:
-    """After `bench --json` changed h100.json, draw them again with `--plots thunder_cg/tools/results`."""
-    results = BenchmarkResults.from_dict(json.loads((RESULTS / "h100.json").read_text()))
+    """After `bench --json` changed h200.json, draw them again with `--plots thunder_cg/tools/results`."""
+    results = BenchmarkResults.from_dict(json.loads((RESULTS / "h200.json").read_text()))
     bars, lines = ((RESULTS / name).read_text() for name in NAMES)
     groups = [group for panel in bar_groups(results).values() for group in panel]
-    assert len(groups) == 13
+    assert len(groups) == 14
     for group in groups:
         assert f">{group.title}<" in bars
     labels = Counter(bar.label for group in groups for bar in group.bars)

@@ -66,11 +66,11 @@ class BarGroup:
 
 
 def bar_groups(results: BenchmarkResults) -> dict[str, list[BarGroup]]:
-    """One group of bars for each case, by the title of the plot: inference or training."""
+    """One group of bars for each case but whole steps, by the title of the plot: inference or training."""
     rows = {(row.case, row.variant): row for row in results.rows}
     shown = [variant for variant in BARS if any(row.variant == variant for row in results.rows)]
     panels: dict[str, list[BarGroup]] = {}
-    for case in dict.fromkeys(row.case for row in results.rows) if shown else ():
+    for case in dict.fromkeys(row.case for row in results.rows if "whole step" not in row.case) if shown else ():
         eager = rows.get((case, EAGER))
         eager_time = eager.end_to_end_p50 if eager and not eager.failure else 0.0
         bars = []
