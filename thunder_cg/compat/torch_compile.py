@@ -181,11 +181,6 @@ def forget_dynamic_sizes() -> None:
     torch._dynamo.pgo.reset_code_state()
 
 
-def dynamo_counters() -> list[Counter[str]]:
-    """Dynamo's live counts of graph breaks, by reason; which of the two it uses depends on the version of torch."""
-    return [torch._dynamo.utils.counters[name] for name in ("graph_break", "unimplemented")]
-
-
 def keep_cublas_workspaces() -> AbstractContextManager[Any]:
     """Inside, Inductor frees no cuBLAS workspaces. Else it frees all when it records a graph, also those in use."""
     return patch.object(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, create=True)

@@ -1,29 +1,15 @@
-"""Counts what was captured of a step, from two reports of `explain` and Dynamo's counters."""
+"""Counts what was captured of a step, from two reports of `explain`."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
-from thunder_cg.compat.torch_compile import dynamo_counters
 from thunder_cg.report.report import Report, TraceReport
 from thunder_cg.tools.suite.results import BREAK, EAGER, INDUCTOR, NOT_REPLAYED, NotCaptured, SuiteRow
 
 
-@contextmanager
-def graph_breaks() -> Iterator[Counter[str]]:
-    """Yields a count of the graph breaks inside, by reason. It is filled at the end."""
-    kinds = dynamo_counters()
-    for kind in kinds:
-        kind.clear()
-    found: Counter[str] = Counter()
-    yield found
-    for kind in kinds:
-        found |= kind
-
-
-def fill_counts(row: SuiteRow, reports: Sequence[Report], breaks: Counter[str]) -> None:
+def fill_counts(row: SuiteRow, reports: Sequence[Report]) -> None:
     """Counts the ops and regions that ran between the two reports. Other traces served earlier steps only."""
     before, after = reports
     earlier = {_key(trace): trace for trace in before.traces}
@@ -41,13 +27,11 @@ def fill_counts(row: SuiteRow, reports: Sequence[Report], breaks: Counter[str]) 
     idle = [why for trace in ran for why in _not_replayed(earlier.get(_key(trace)), trace)]
     row.replayed = row.regions - len(idle)
     eager = Counter((op.name, op.reason) for trace in ran for op in trace.ops if op.verdict == "eager")
+    breaks = Counter((f"{each.source or 'a call'} ({each.line or 'no line'})", each.reason) for each in after.breaks)
     row.outside = [
         *(NotCaptured(EAGER, name, count, why) for (name, why), count in eager.items()),
         *(NotCaptured(INDUCTOR, what, count, why) for (what, why), count in left.items()),
-        *(
-            NotCaptured(BREAK, why.splitlines()[0], count, why.partition("Hint:")[0].strip())
-            for why, count in breaks.items()
-        ),
+        *(NotCaptured(BREAK, where, count, why) for (where, why), count in breaks.items()),
         *(NotCaptured(NOT_REPLAYED, "region", count, why) for why, count in Counter(idle).items()),
     ]
 

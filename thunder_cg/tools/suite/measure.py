@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +18,7 @@ from thunder_cg.compat.tensors import tree_leaves, tree_map
 from thunder_cg.errors import WrongGradientWarning
 from thunder_cg.report.report import Report, explain
 from thunder_cg.tools.measuring import backend_of, deterministic_algorithms, free_memory, quiet_collector
-from thunder_cg.tools.suite.counts import fill_counts, graph_breaks
+from thunder_cg.tools.suite.counts import fill_counts
 from thunder_cg.tools.suite.models import LEARNING_RATE, SuiteModel
 from thunder_cg.tools.suite.results import FX, JIT, TRAINING, SuiteRow
 from thunder_cg.tools.workers import failure_text
@@ -154,7 +153,7 @@ def measure(
     try:
         transforms = [cudagraph_transform(backend=backend_of(device))]
         pair, difference = _compared(entry, row, device, transforms, begins)
-        fill_counts(row, pair.reports, pair.breaks)
+        fill_counts(row, pair.reports)
         row.agrees = _agreement(entry, row, device, transforms, difference)
         if device.type == "cuda":
             batch = pair.settle()
@@ -250,7 +249,6 @@ class _Pair:
         self._device = device
         self._explains = bool(transforms)
         self.reports: list[Report] = []  # before the last step and after it
-        self.breaks: Counter[str] = Counter()
 
     def difference(self) -> str:
         """The first difference in a few steps, "" if there is none."""
@@ -261,9 +259,7 @@ class _Pair:
             expected = plain.results(mine, SEED + step)
             if step == STEPS - 1:
                 self._report()
-            with graph_breaks() as breaks:
-                found = other.results(others, SEED + step)
-            self.breaks += breaks
+            found = other.results(others, SEED + step)
             first = first or _first_difference(expected, found, step)
             plain.update_weights()
             other.update_weights()

@@ -88,7 +88,7 @@ def _short(part: NotCaptured) -> str:
 
 def _why(part: NotCaptured) -> str:
     """The reason, unless the kind says it already."""
-    return part.why if part.kind in (EAGER, NOT_REPLAYED) else ""
+    return part.why if part.kind != INDUCTOR else ""
 
 
 def _caption(environment: Mapping[str, str], rows: Sequence[SuiteRow]) -> Iterator[str]:
