@@ -10,6 +10,7 @@ import re
 import sys
 import types
 import warnings
+import weakref
 from contextlib import nullcontext, suppress
 from enum import Enum
 from functools import partial
@@ -23,6 +24,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from thunder_cg import OptionError, explain, graphed_step, thunderfx
+from thunder_cg.compat.objects import without_garbage_collection
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.backends import resolve
 from thunder_cg.step import graphed
@@ -2009,6 +2011,31 @@ def test_inference_mode_around_the_step(step_twins, made_inside):
     step, broken = step_twins.both(run)
     assert step.replays == 4, why(step)
     assert not broken.replays and "the step writes to an argument" in why(broken), why(broken)
+
+
+@pytest.mark.parametrize("is_read", [False, True], ids=["captured", "refused"])
+def test_what_a_step_has_used_goes_with_it(step_twins, is_read):
+    """Reference counting frees it, and no garbage collection has to come before."""
+
+    def run():
+        model = step_twins.model()
+        optimizer = sgd(model.parameters())
+
+        def train(x, y):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss.item() if is_read else loss
+
+        step = step_twins.graphed(train)
+        for _ in range(6):
+            step(*step_twins.batch())
+        assert step.captures == (not is_read), why(step)
+        return [*map(weakref.ref, (model, optimizer, *model.parameters()))]
+
+    with without_garbage_collection():
+        assert not [each() for each in run() if each() is not None]
 
 
 def test_a_step_does_not_keep_the_graphs_of_its_modules(step_twins):
