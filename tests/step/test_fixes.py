@@ -102,6 +102,7 @@ def test_optimizers_that_read_on_the_host(run, backend, name):
         ("AdamW", "make AdamW with fused=True, capturable=True"),
         ("RMSprop", "make RMSprop with capturable=True"),
         ("Adagrad", "take another optimizer than Adagrad, such as AdamW with fused=True, capturable=True"),
+        ("SparseAdam", f"{OTHER.format('SparseAdam')}, capturable=True; {fixes.DENSE}"),
     ],
 )
 def test_optimizers_on_a_gpu(monkeypatch, name, fix):

@@ -765,6 +765,12 @@ def test_changes_midway(step_twins, change):
     assert step.captures == (1 if change in (evaluate, seed) else 2), why(step)
 
 
+def test_what_is_frozen_is_named(step_twins):
+    step = step_twins.train(usual_step, 12, lambda i, model, fn, batch: freeze(model, fn) if i == 6 else None)
+    (said,) = (each for each in step.in_python if each.endswith("between calls"))
+    assert re.search(r"changed from (a tensor \(8, 4\) of float32) that requires grad to \1,", said), said
+
+
 @pytest.mark.nightly
 def test_other_batches_and_back(step_twins):
     def train(step):
@@ -1540,6 +1546,7 @@ def test_sparse_gradients(step_twins, late):
         assert step.replays == 3
     else:
         assert step.captures == 0 and "torch.sparse_coo, which has no address" in why(step), why(step)
+        assert late or re.search(r"the gradient of \S+\.weight is a .* as nn\.Embedding\(", why(step)), why(step)
 
 
 def test_a_capture_that_fails_has_printed(step_twins, capsys):

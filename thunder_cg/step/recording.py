@@ -43,7 +43,7 @@ from thunder_cg.step.averages import known_to_be_positive
 from thunder_cg.step.batch import COPY_CONTAINER, Batch
 from thunder_cg.step.calls import Calls, StepCollective
 from thunder_cg.step.facts import ATOMS, difference
-from thunder_cg.step.fixes import fix_of_change
+from thunder_cg.step.fixes import DENSE, fix_of_change
 from thunder_cg.step.gradients import ANY, LIKE, THERE, ExpectedGradients, GradientsBefore, GraphGradient, Overwritten
 from thunder_cg.step.memory import nbytes
 from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, memory_of_tensors, moved, refuse_other_memory
@@ -690,8 +690,9 @@ def _refuse_gradients(state: StepState) -> None:
                 f"a gradient is a {type(gradient).__name__}, not a plain tensor", "put a plain one there"
             )
         if gradient is not None and not has_storage(gradient):
-            problem = f"a gradient is a tensor with the layout {gradient.layout}, which has no address"
-            raise CaptureRefused(problem, "make its module with sparse=False")
+            name = state.name_of(parameter)
+            problem = f"the gradient of {name} is a tensor with the layout {gradient.layout}, which has no address"
+            raise CaptureRefused(problem + state.line_of(name), DENSE)
 
 
 def _refuse_results(results: frozenset[int], gradients: Sequence[Tensor | None], expected: Sequence[Any]) -> None:
