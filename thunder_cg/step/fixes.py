@@ -335,8 +335,11 @@ def _make(optimizer: Optimizer, *, fused: bool = False) -> str:
     if is_users(type(optimizer)):
         return _OWN_OPTIMIZER
     name, missing = type(optimizer).__name__, _missing(optimizer)
-    if missing and ("fused" in missing or not fused):
-        return f"make {name} with {', '.join(f'{option}=True' for option in missing)}"
+    makes = [f"make {name} with {', '.join(f'{option}=True' for option in missing)}"] * bool(missing)
+    if tensors_in(optimizer.param_groups[0].get("betas", ())):  # which fused kernels read on the host
+        return ", and ".join([f"keep the betas of {name} numbers", *makes])
+    if makes and ("fused" in missing or not fused):
+        return makes[0]
     if name in _READ_THEIR_RATE and isinstance(optimizer.param_groups[0]["lr"], Tensor) and not fused:
         return f"keep the learning rate of {name} a number"
     options = "fused=True, capturable=True" if _is_on_gpu(optimizer) else "fused=True"
