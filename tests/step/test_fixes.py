@@ -62,7 +62,7 @@ def plain(model, optimizer):
     return inner
 
 
-RATE = "a tensor"
+RATE, RATES = "a tensor", "two tensors"
 READS = "the optimizer reads its state on the host; "
 OTHER = "take another optimizer than {}, such as AdamW with fused=True"
 ON_CPU = {
@@ -74,6 +74,7 @@ ON_CPU = {
     "Adadelta": ({"lr": RATE}, "keep the learning rate of Adadelta a number", {}),
     "Adamax": ({"lr": RATE}, OTHER.format("Adamax"), None),
     "NAdam": ({}, OTHER.format("NAdam"), None),
+    "AdamW, betas": ({"fused": True, "betas": RATES}, "keep the betas of AdamW numbers", {"fused": True}),
 }
 
 
@@ -83,10 +84,11 @@ def test_optimizers_that_read_on_the_host(run, backend, name):
     if backend == "cuda":
         pytest.skip("on a GPU others read on the host")
     options, fix, followed = ON_CPU[name]
-    kind = getattr(torch.optim, name)
+    kind = getattr(torch.optim, name.partition(",")[0])
 
     def with_rate(options):
-        return options | ({"lr": torch.tensor(0.01)} if options.get("lr") is RATE else {})
+        options = options | ({"lr": torch.tensor(0.01)} if options.get("lr") is RATE else {})
+        return options | ({"betas": (torch.tensor(0.9), torch.tensor(0.99))} if options.get("betas") is RATES else {})
 
     step, said = run(plain, kind, **with_rate(options))
     assert step.replays == 0 and len(said) == 1 and said[0].endswith(f"{READS}{fix}"), said
@@ -102,6 +104,7 @@ def test_optimizers_that_read_on_the_host(run, backend, name):
         ("AdamW", "make AdamW with fused=True, capturable=True"),
         ("RMSprop", "make RMSprop with capturable=True"),
         ("Adagrad", "take another optimizer than Adagrad, such as AdamW with fused=True, capturable=True"),
+        ("SparseAdam", f"{OTHER.format('SparseAdam')}, capturable=True; {fixes.DENSE}"),
     ],
 )
 def test_optimizers_on_a_gpu(monkeypatch, name, fix):

@@ -10,6 +10,7 @@ import re
 import sys
 import types
 import warnings
+import weakref
 from contextlib import nullcontext, suppress
 from enum import Enum
 from functools import partial
@@ -18,15 +19,17 @@ from types import SimpleNamespace
 import pytest
 import thunder
 import torch
-from support import regions, same, same_state, sgd, training_step, usual_step
+from support import on_threads, regions, same, same_state, sgd, training_step, usual_step
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from thunder_cg import OptionError, explain, graphed_step, thunderfx
+from thunder_cg.compat.objects import without_garbage_collection
+from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.backends import resolve
 from thunder_cg.step import graphed
 from thunder_cg.step.calls import Calls
-from thunder_cg.step.gradients import GradientsBefore
+from thunder_cg.step.gradients import GradientsBefore, GraphGradient
 from thunder_cg.step.packages import is_installed
 from thunder_cg.step.recording import StepCapture
 from thunder_cg.step.state import StepState
@@ -421,6 +424,67 @@ def test_accumulation_with_an_evaluation_between(step_twins):
     assert step.captures <= 5 and step.replays >= 18, why(step)
 
 
+def test_a_capture_that_fails_leaves_what_another_thread_does(step_twins, monkeypatch):
+    """That trains another model meanwhile: it has its new gradients, and none where it has dropped them."""
+    step, others = step_twins.graphed(usual_step(step_twins.model())), [*step_twins.model().parameters()]
+    gradients = [torch.full_like(each, 2.0) for each in others]
+
+    def refuse(self, *args):
+        def train():
+            others[0].grad, others[1].grad = gradients[0], None
+
+        on_threads(train)
+        raise CaptureRefused("a fault")
+
+    for each, gradient in zip(others, gradients):
+        each.grad = torch.zeros_like(gradient)
+    monkeypatch.setattr(StepCapture, "_record", refuse)
+    for _ in range(4):
+        step(*step_twins.batch())
+    assert "a fault" in why(step)
+    assert others[0].grad is gradients[0] and others[1].grad is None
+
+
+def test_a_capture_counts_no_holders_of_others(step_twins):
+    """Another thread may hold a gradient of its own while a step is captured."""
+    mine, other = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    known = []
+    for each in (mine, other):
+        each.grad = torch.ones(1)
+        known.append(GraphGradient.of(each.grad, each))
+        known[-1].count()
+    with GraphGradient.recounted([mine]):
+        kept = [mine.grad, other.grad]
+    assert [each.is_held() for each in known] == [False, True]
+    kept.clear()
+    assert [each.is_held() for each in known] == [False, False]
+
+
+@pytest.mark.nightly_after(1)
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_steps_on_several_threads(step_twins, is_compiled):
+    """Each trains its own model, and captures while others are in the middle of theirs."""
+    models = [step_twins.model(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)) for _ in range(3)]
+    plain, found, steps = copy.deepcopy(models), {}, []
+
+    def train(model, i, graphed):
+        generator, results = torch.Generator().manual_seed(i), []
+        step = usual_step(step_twins.compiled(model) if graphed and is_compiled else model)
+        if graphed:
+            steps.append(step := step_twins.graphed(step))
+        for _ in range(12):
+            x, y = torch.randn(5, 4, generator=generator), torch.randint(0, 3, (5,), generator=generator)
+            results.append(step(x.to(step_twins.device), y.to(step_twins.device)).detach())
+        found[i, graphed] = results
+
+    on_threads(*(partial(train, model, i, True) for i, model in enumerate(models)))
+    for i, model in enumerate(plain):
+        train(thunder.jit(model) if is_compiled else model, i, False)
+        same(found[i, True], found[i, False])
+        same_state(models[i], model)
+    assert all(step.captures == 1 and step.replays >= 8 for step in steps), [*map(why, steps)]
+
+
 def test_a_gradient_that_is_still_held_is_not_overwritten(step_twins):
     held = {}
 
@@ -699,6 +763,12 @@ def test_changes_midway(step_twins, change):
     step = step_twins.train(usual_step, 14, lambda i, model, fn, batch: change(model, fn) if i == 6 else None)
     assert step.replays >= 6, why(step)
     assert step.captures == (1 if change in (evaluate, seed) else 2), why(step)
+
+
+def test_what_is_frozen_is_named(step_twins):
+    step = step_twins.train(usual_step, 12, lambda i, model, fn, batch: freeze(model, fn) if i == 6 else None)
+    (said,) = (each for each in step.in_python if each.endswith("between calls"))
+    assert re.search(r"changed from (a tensor \(8, 4\) of float32) that requires grad to \1,", said), said
 
 
 @pytest.mark.nightly
@@ -1476,6 +1546,7 @@ def test_sparse_gradients(step_twins, late):
         assert step.replays == 3
     else:
         assert step.captures == 0 and "torch.sparse_coo, which has no address" in why(step), why(step)
+        assert late or re.search(r"the gradient of \S+\.weight is a .* as nn\.Embedding\(", why(step)), why(step)
 
 
 def test_a_capture_that_fails_has_printed(step_twins, capsys):
@@ -1947,6 +2018,31 @@ def test_inference_mode_around_the_step(step_twins, made_inside):
     step, broken = step_twins.both(run)
     assert step.replays == 4, why(step)
     assert not broken.replays and "the step writes to an argument" in why(broken), why(broken)
+
+
+@pytest.mark.parametrize("is_read", [False, True], ids=["captured", "refused"])
+def test_what_a_step_has_used_goes_with_it(step_twins, is_read):
+    """Reference counting frees it, and no garbage collection has to come before."""
+
+    def run():
+        model = step_twins.model()
+        optimizer = sgd(model.parameters())
+
+        def train(x, y):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss.item() if is_read else loss
+
+        step = step_twins.graphed(train)
+        for _ in range(6):
+            step(*step_twins.batch())
+        assert step.captures == (not is_read), why(step)
+        return [*map(weakref.ref, (model, optimizer, *model.parameters()))]
+
+    with without_garbage_collection():
+        assert not [each() for each in run() if each() is not None]
 
 
 def test_a_step_does_not_keep_the_graphs_of_its_modules(step_twins):

@@ -6,7 +6,6 @@ nothing and does not initialize CUDA. It can be imported where PyTorch is built 
 
 from __future__ import annotations
 
-import gc
 import math
 import sys
 from collections import Counter
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend
 
+from thunder_cg.compat.objects import objects_of, with_subclasses
 from thunder_cg.compat.settings import disable_dispatch_modes
 from thunder_cg.compat.tensors import autograd_base, is_view, read_as, storage_id, storage_use_count
 
@@ -213,7 +213,7 @@ def has_foreign_graphs() -> bool:
 
     It looks at all objects, except for those that `gc.freeze` has set apart, and takes a fraction of a second.
     """
-    graphs = (each for each in gc.get_objects() if issubclass(type(each), torch.cuda.CUDAGraph))
+    graphs = objects_of(with_subclasses(torch.cuda.CUDAGraph))
     return any(not isinstance(each, OwnGraph) for each in graphs)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import types
 from collections import Counter
@@ -28,6 +27,7 @@ from torch.utils._pytree import (
 )
 
 from thunder_cg.compat.autograd import is_leaf
+from thunder_cg.compat.objects import counting, objects_of, with_subclasses
 
 # Whether the tensor is zeros without memory, as the derivative of ``torch.sgn`` is.
 is_zero_tensor: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerotensor
@@ -161,25 +161,20 @@ _references[True] = holders_of_storage(_tensor.untyped_storage) - 1
 del _storages, _tensor
 
 
-def are_held_unseen(tensors: Sequence[torch.Tensor], leaves: Iterable[torch.Tensor] | None = None) -> bool:
+def are_held_unseen(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether somebody in C++ holds one of these, or another tensor of its memory, besides as a gradient.
 
     Another library does that got it through DLPack. Of what NumPy has, PyTorch notes that it must stay where it is.
-
-    Args:
-        leaves: of autograd. Whoever holds the memory, but as one of their gradients, counts as unseen. None to look at
-            all objects that Python's garbage collector shows, which only a thread that is alone may.
     """
     if not all(tensor.untyped_storage().resizable() for tensor in tensors):
         return True
     homes = {*map(storage_id, tensors)}
-    if leaves is None:
-        found = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
-    else:
-        found = [*tensors, *leaves]
-    gradients = [gradient for t in found if is_leaf(t) and (gradient := t.grad) is not None]
-    everything = {id(t): t for t in (*found, *gradients)}.values()  # some gradients had no object of Python
-    known = [t for t in everything if has_memory(t) and storage_id(t) in homes]
+    with counting:
+        found = objects_of(with_subclasses(torch.Tensor))
+        gradients = [gradient for t in found if is_leaf(t) and (gradient := t.grad) is not None]
+        everything = {id(t): t for t in (*found, *gradients)}.values()  # some gradients had no object of Python
+        known = [t for t in everything if has_memory(t) and storage_id(t) in homes]
+        del found, everything
     uses = Counter(map(id, gradients))
     return any(tensor_use_count(t) > 1 + uses[id(t)] for t in known) or not has_no_other_tensors(homes, known)
 

@@ -36,7 +36,7 @@ from thunder_cg.compat.autograd import drop_failed_backwards
 from thunder_cg.compat.tensors import are_held_unseen, storage_id, storage_use_count
 from thunder_cg.errors import SkipReason
 from thunder_cg.runtime.backend import Backend, Pool
-from thunder_cg.runtime.lent import Lent, pairs_of_leaves
+from thunder_cg.runtime.lent import Lent
 
 _NOTHING: frozenset[object] = frozenset()
 _FITS = 2 * LEAST_SEGMENT  # bytes: an arena that is so much too large is not much too large
@@ -269,8 +269,7 @@ class Arena:
             return False
         if (uses := [storage_use_count(storage_id(each)) for each in held]) == self._unmovable:
             return False
-        # A look at all objects would disturb other threads: see Note [Lent gradients].
-        if not are_held_unseen(held, [*pairs_of_leaves.keys()] if threading.active_count() > 1 else None):
+        if not are_held_unseen(held):
             return True
         self._unmovable = uses
         self._stop_lending(self._lent)

@@ -10,11 +10,10 @@ Note [Kernel scalars]
 
 from __future__ import annotations
 
-import gc
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -26,18 +25,6 @@ from thunder_cg.errors import CaptureRefused
 Tensors = Sequence[torch.Tensor]
 Function = Callable[..., Sequence[Any]]
 CopiedOut = Callable[[Sequence[Any]], Tensors]
-
-
-@contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Inside, Python collects no garbage by itself, and what is captured finds `gc` as enabled as it was."""
-    thresholds = gc.get_threshold()
-    gc.set_threshold(0)
-    try:
-        yield
-    finally:
-        if thresholds[0]:  # else another thread is in here
-            gc.set_threshold(*thresholds)
 
 
 class Graph(Protocol):

@@ -20,10 +20,7 @@ Note [Lent gradients]
     the caching allocator, ``record_stream`` says so. A gradient that is lent has to be held until the stream is done.
     The others know the address: a CUDA graph of the user's, or another thread in the middle of an operator. The
     gradient that they share is moved, and they are not told. Another library that got the gradient through DLPack holds
-    its memory without a tensor of Python. Then nothing moves, and the arena is not free until that is over. Whether one
-    does shows in all objects of the process. To look at them, while another thread is about to make a tuple, has that
-    thread raise SystemError (CPython to 3.13). So where there are other threads, only what parameters have as their
-    gradients is moved. Whatever else is held of a gradient's memory, such as a view, keeps it where it is.
+    its memory without a tensor of Python. Then nothing moves, and the arena is not free until that is over.
 """
 
 from __future__ import annotations
@@ -37,6 +34,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from thunder_cg.compat.guards import addresses_equal
+from thunder_cg.compat.objects import counting
 from thunder_cg.compat.tensors import holders_of_storage, storage_id, storage_use_count
 from thunder_cg.runtime.backend import Pool
 
@@ -57,7 +55,8 @@ class Lent:
         self._by_storage = {storage_id(tensor): tensor for tensor in tensors.values()}
         self._each = [*self._by_storage.values()]
         self._storages = [tensor.untyped_storage() for tensor in self._each]
-        self._owners = self._count()
+        with counting:
+            self._owners = self._count()
         self._not_held: Any = None  # the counts by which it was found that nobody holds one
         self._addresses, self._indices = [t.data_ptr() for t in self._each], [*range(len(self._each))]
         self.nbytes = sum(tensor.untyped_storage().nbytes() for tensor in self._each)

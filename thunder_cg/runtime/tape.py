@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 
 from thunder_cg.compat import distributed, operators
+from thunder_cg.compat.objects import alive, without_garbage_collection
 from thunder_cg.compat.settings import disable_dispatch_modes
 from thunder_cg.compat.tensors import (
     has_memory,
@@ -34,14 +35,7 @@ from thunder_cg.compat.tensors import (
 from thunder_cg.compat.torch import TorchDispatchMode
 from thunder_cg.compat.torch_compile import call_compiled_through
 from thunder_cg.errors import CaptureRefused, CudagraphError, ReplayRefused
-from thunder_cg.runtime.backend import (
-    CopiedOut,
-    Function,
-    HostTimer,
-    Tensors,
-    check_sentinels,
-    without_garbage_collection,
-)
+from thunder_cg.runtime.backend import CopiedOut, Function, HostTimer, Tensors, check_sentinels
 from thunder_cg.runtime.early_outputs import EarlyCopier
 from thunder_cg.runtime.tensors import address, copy_all
 
@@ -63,7 +57,7 @@ _RESHAPES = {_aten.as_strided_, _aten.squeeze_, _aten.t_, _aten.transpose_, _ate
 _WRITERS = {_aten.native_batch_norm, _aten.cudnn_batch_norm, _aten.miopen_batch_norm, _aten.batch_norm_update_stats}
 
 _active = threading.local()
-_graphs: weakref.WeakSet[TapeGraph] = weakref.WeakSet()
+_graphs: weakref.WeakValueDictionary[int, TapeGraph] = weakref.WeakValueDictionary()  # by identity
 
 
 class TapeBackend:
@@ -91,7 +85,7 @@ class TapeBackend:
         return nullcontext(nullcontext)
 
     def storage_uses(self, storage: int) -> int:
-        return sum(graph.uses[storage] for graph in _graphs)
+        return sum(graph.uses[storage] for graph in alive(_graphs))
 
     def busy(self) -> bool:
         return getattr(_active, "tape", None) is not None
@@ -404,7 +398,7 @@ class TapeGraph:
         kept = {id(tensor): tensor for tensor in (*self.tensors(), *self.buffers, *self.copied_out)}
         self.uses = Counter(map(storage_id, filter(has_storage, kept.values())))
         self._places = [(each, *_storage_place(each)) for each in kept.values() if has_memory(each)]
-        _graphs.add(self)
+        _graphs[id(self)] = self
 
     def tensors(self) -> Iterable[torch.Tensor]:
         return [tensor for step in self.steps for tensor in step.tensors]
@@ -421,7 +415,7 @@ class TapeGraph:
 
     def close(self, *, may_wait: bool) -> None:
         self._is_closed, self.steps, self._has_sentinel, self._places = True, [], [], []
-        _graphs.discard(self)
+        _graphs.pop(id(self), None)
 
     def replay(self, sources: Tensors = (), targets: Tensors = (), scalars: Sequence[int] = ()) -> None:
         if self._is_closed:

@@ -204,8 +204,8 @@ class Calls:
         self.reads_gradients = False
         self.undos: list[Undo] = []
         self._thread: int | None = None  # the one that is watched; backwards run on it, too
+        self._callback: Callable[[types.FrameType, str, Any], None] | None = None  # which refers to this object
         self.begin(lambda _: [])
-        self._callback = self._filtered()
 
     def begin(self, undos_of: Callable[[Called], list[Undo]]) -> None:
         """Before a capture, which may be the second one of a call.
@@ -230,13 +230,14 @@ class Calls:
         if sys.getprofile() is not None:
             problem = "a profiler of Python is active, and a capture needs to be told what the step calls"
             raise CaptureLater(problem, "begin to profile after the step has been captured")
-        self._thread = threading.get_ident()
+        self._thread, self._callback = threading.get_ident(), self._filtered()
         sys.setprofile(self._callback)
 
     def end(self) -> None:
         self._thread = None
-        if sys.getprofile() is self._callback:
+        if self._callback is not None and sys.getprofile() is self._callback:
             sys.setprofile(None)
+        self._callback = None
 
     def _filtered(self) -> Callable[[types.FrameType, str, Any], None]:
         """Calls `_note`, not for what is known to tell nothing, which is most."""

@@ -376,12 +376,15 @@ class Collector:
             if isinstance(value, OrderedDict):  # which nobody reports if only the order changes
                 self.watch.value(lambda: [*map(id, OrderedDict.keys(value))])
             items = plain_copy(value)
-            self.facts[f"the order of {label}"] = Content([*map(fact_of, items)])
+            keys = [Same(key, is_key=True) if isinstance(key, Tensor) else fact_of(key) for key in items]
+            self.facts[f"the order of {label}"] = Content(keys)
             for i, (key, item) in enumerate(items.items()):
                 name = f"{label}[{key!r}]" if isinstance(key, ATOMS) else f"{label}[{i}]"
                 self.add(name, item, depth + 1, (*places, Place(value, key)))
-                if isinstance(key, Tensor) and key.device.type == self._device_type:
-                    self.tensors.setdefault(id(key), key)
+                if isinstance(key, Tensor):
+                    self.facts[f"key {i} of {label}"] = Same(key)
+                    if key.device.type == self._device_type:
+                        self.tensors.setdefault(id(key), key)
                 elif not isinstance(key, (Tensor, *ATOMS)) or _is_users_atom(key):
                     self.add(f"key {i} of {label}", key, depth + 1)
         else:

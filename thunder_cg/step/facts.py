@@ -46,13 +46,16 @@ class Facts(dict[str, Any]):
 
 
 class Same:
-    """A fact that is an object: equal to nothing but itself, and not to itself if it required grad and does no more."""
+    """A fact that is an object: equal to nothing but itself, and not to itself if it required grad and does no more.
+
+    Of a key, only which object it is counts.
+    """
 
     __slots__ = ("requires_grad", "value")
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, *, is_key: bool = False) -> None:
         self.value = value
-        self.requires_grad = issubclass(type(value), Tensor) and value.requires_grad
+        self.requires_grad = not is_key and issubclass(type(value), Tensor) and value.requires_grad
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Same) or other.value is not self.value:

@@ -47,6 +47,7 @@ from thunder_cg.step.packages import is_installed, is_users
 if TYPE_CHECKING:
     from thunder_cg.step.state import StepState
 
+DENSE = "make the module whose gradient is sparse with sparse=False, as nn.Embedding(..., sparse=False)"
 _STATE_OF_OPTIMIZER = re.compile(r"len\(.*\.state\)")
 _PRIORITIES = "the priorities of torch.nn.attention.sdpa_kernel"
 _RATE = "make the learning rate a tensor on the device, which a scheduler then writes"
@@ -100,7 +101,7 @@ _READ_THEIR_RATE = ("Adadelta", "Muon", "RMSprop")  # on the host if it is a ten
 # By what the message of an error has in small letters; the first one counts.
 _FIXES = {
     "legacy stream depend": _HISTORY,
-    "torch.sparse_coo, which has no address, in a graph": "make its module with sparse=False",
+    "torch.sparse_coo, which has no address, in a graph": DENSE,
     "cannot copy between cpu and cuda": _COPY,
     "aten.lift_fresh": _NUMBERS,
     "torchscript interpreter": "TorchScript may read values on the host; take the Python that it was made of",
@@ -334,12 +335,16 @@ def _make(optimizer: Optimizer, *, fused: bool = False) -> str:
     if is_users(type(optimizer)):
         return _OWN_OPTIMIZER
     name, missing = type(optimizer).__name__, _missing(optimizer)
-    if missing and ("fused" in missing or not fused):
-        return f"make {name} with {', '.join(f'{option}=True' for option in missing)}"
+    makes = [f"make {name} with {', '.join(f'{option}=True' for option in missing)}"] * bool(missing)
+    if tensors_in(optimizer.param_groups[0].get("betas", ())):  # which fused kernels read on the host
+        return ", and ".join([f"keep the betas of {name} numbers", *makes])
+    if makes and ("fused" in missing or not fused):
+        return makes[0]
     if name in _READ_THEIR_RATE and isinstance(optimizer.param_groups[0]["lr"], Tensor) and not fused:
         return f"keep the learning rate of {name} a number"
     options = "fused=True, capturable=True" if _is_on_gpu(optimizer) else "fused=True"
-    return f"take another optimizer than {name}, such as AdamW with {options}"
+    dense = f"; {DENSE}" * isinstance(optimizer, torch.optim.SparseAdam)
+    return f"take another optimizer than {name}, such as AdamW with {options}{dense}"
 
 
 def _options(optimizer: Optimizer) -> list[str]:

@@ -47,6 +47,7 @@ from torch import Tensor
 
 from thunder_cg.compat.distributed import layout_of_dtensor, local_tensor
 from thunder_cg.compat.guards import addresses_equal, tensor_guards
+from thunder_cg.compat.objects import alive, counting
 from thunder_cg.compat.tensors import (
     has_memory,
     has_storage,
@@ -316,7 +317,8 @@ class GraphGradient:
     def count(self) -> None:
         """Takes whoever holds it now for the graphs and the parameter."""
         if self.owners is None:
-            self.owners = self._count()
+            with counting:
+                self.owners = self._count()
             GraphGradient.changes += 1
 
     def _count(self) -> _Owners:
@@ -346,27 +348,37 @@ class GraphGradient:
 
     @classmethod
     def all(cls) -> list[GraphGradient]:
-        return [*cls._known.values()]
+        return alive(cls._known)
 
     @classmethod
     def tensors(cls) -> list[Tensor]:
-        return [tensor for known in cls._known.values() for tensor in (known.local, known._memory)]
+        return [tensor for known in cls.all() for tensor in (known.local, known._memory)]
 
     @classmethod
     @contextmanager
-    def recounted(cls) -> Iterator[None]:
-        """What comes to hold gradients inside, or holds them no more, is part of graphs."""
-        before = [(known, known._count(), known.owners) for known in cls._known.values()]
+    def recounted(cls, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """What comes to hold gradients of these inside, or holds them no more, is part of graphs."""
+        own = {*map(id, parameters)}  # other threads may come to hold those of others
+        with counting:
+            found = (known for known in cls.all() if id(known.parameter) in own)
+            before = [(known, known._count(), known.owners) for known in found]
         yield
         cls.changes += 1
-        for known, counted, owners in before:
-            if owners is not None:
-                now = known._count()
-                python, cpp, storages = (then + new - old for then, new, old in zip(owners, now, counted))
-                known.owners = python, cpp, storages
+        with counting:
+            for known, counted, owners in before:
+                if owners is not None:
+                    now = known._count()
+                    python, cpp, storages = (then + new - old for then, new, old in zip(owners, now, counted))
+                    known.owners = python, cpp, storages
 
     def is_held(self) -> bool:
         """Whether anybody holds the tensor besides the graphs and the parameter, or has a view of it."""
+        if not self._has_more():
+            return False
+        with counting:  # another thread may just look at all tensors
+            return self._has_more()
+
+    def _has_more(self) -> bool:
         then = self.owners
         assert then is not None
         now = self._count()

@@ -23,6 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
+from thunder_cg.compat.objects import objects_of, referrers_of, with_subclasses
 from thunder_cg.compat.tensors import has_memory
 from thunder_cg.step.lookups import own
 from thunder_cg.step.packages import is_constant
@@ -45,14 +46,15 @@ _frozen = _Frozen()
 
 def known_tensors() -> list[Tensor]:
     """Those that have memory."""
-    kinds = _kinds_of_tensors()
-    found = _of({*kinds, _Marker}, gc.get_objects())
+    kinds = with_subclasses(Tensor)
+    found = objects_of({*kinds, _Marker})
     return _each_once(tensor for tensor in _with_frozen(found, kinds) if has_memory(tensor))
 
 
 def known_functions(codes: Collection[types.CodeType]) -> list[types.FunctionType]:
     """Those with one of the codes, none of which a package has that is constant: see Note [Packages] in packages.py."""
-    functions = _with_frozen(gc.get_referrers(*(_frozen.marker or ()), *codes), {types.FunctionType})
+    found = referrers_of({types.FunctionType, _Marker}, [*(_frozen.marker or ()), *codes])
+    functions = _with_frozen(found, {types.FunctionType})
     wanted = {*map(id, codes)}  # to hash a code is slow
     return _each_once(compress(functions, map(wanted.__contains__, map(id, map(attrgetter("__code__"), functions)))))
 
@@ -111,7 +113,8 @@ def _with_frozen(found: list[Any], kinds: Collection[type]) -> list[Any]:
     if not any(each is _frozen.marker for each in found):
         _look_into_frozen()
     references = chain.from_iterable(_frozen.objects.get(kind, ()) for kind in kinds)
-    return _of(kinds, [*found, *map(weakref.ref.__call__, references)])
+    frozen = [each for ref in references if (each := ref()) is not None]
+    return [*(each for each in found if type(each) is not _Marker), *frozen]
 
 
 def _each_once(objects: Iterable[Any]) -> list[Any]:
@@ -134,19 +137,8 @@ def _look_into_frozen() -> None:
     _frozen.objects = {}
     if gc.get_freeze_count():
         with _unfrozen():
-            objects = gc.get_objects()
-        for each in _of({*_kinds_of_tensors(), types.FunctionType}, objects):
+            objects = objects_of({*with_subclasses(Tensor), types.FunctionType})
+        for each in objects:
             if type(each) is not types.FunctionType or not is_constant(each.__code__.co_filename):
                 _frozen.objects.setdefault(type(each), []).append(weakref.ref(each))
     _frozen.marker = _Marker([object()])
-
-
-def _of(kinds: Collection[type], objects: list[Any]) -> list[Any]:
-    return [*compress(objects, map(kinds.__contains__, map(type, objects)))]  # a million, maybe, so no loop in Python
-
-
-def _kinds_of_tensors() -> set[type]:
-    kinds: list[type] = [Tensor]
-    for kind in kinds:  # which grows
-        kinds += kind.__subclasses__()
-    return {*kinds}

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from thunder_cg.compat.distributed import local_tensor
+from thunder_cg.compat.objects import counting
 from thunder_cg.compat.tensors import autograd_base, has_no_other_tensors, storage_id, version
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.backend import Pool
@@ -62,8 +63,11 @@ Memory = dict[int, tuple[int, str]]  # by address: bytes, and what is there
 
 def memory_of_tensors(device: torch.device) -> Memory:
     """Where all tensors of the device are. It keeps none of them."""
-    tensors = [tensor for tensor in known_tensors() if tensor.device == device]
-    return {address(tensor): (tensor.untyped_storage().nbytes(), _shown(tensor)) for tensor in tensors}
+    with counting:
+        tensors = [tensor for tensor in known_tensors() if tensor.device == device]
+        found = {address(tensor): (tensor.untyped_storage().nbytes(), _shown(tensor)) for tensor in tensors}
+        tensors.clear()
+    return found
 
 
 def refuse_other_memory(
@@ -130,7 +134,8 @@ def moved(refusal: OtherMemoryUsed) -> Iterator[None]:
         OtherMemoryUsed: ``refusal``, if not all of what refers to the memory can be moved.
     """
     homes = {storage_id(tensor): tensor.untyped_storage() for tensor in refusal.tensors}
-    tensors = [tensor for tensor in _all_tensors() if storage_id(tensor) in homes]
+    with counting:
+        tensors = [tensor for tensor in _all_tensors() if storage_id(tensor) in homes]
     ids = [storage_id(tensor) for tensor in tensors]
     if not (has_no_other_tensors(homes, tensors) and all(map(can_move, tensors))):
         raise refusal

@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 from torch.random import fork_rng
 
-from thunder_cg.compat.autograd import before_backwards, is_leaf
+from thunder_cg.compat.autograd import before_backwards
 from thunder_cg.compat.cuda import hidden_capture, is_of_capture
 from thunder_cg.compat.distributed import ProcessGroup, local_tensor
+from thunder_cg.compat.objects import counting
 from thunder_cg.compat.settings import Settings, kernel_settings
 from thunder_cg.compat.tensors import has_storage, is_size, tree_flatten, tree_leaves, tree_unflatten, version
 from thunder_cg.errors import CaptureLater, CaptureRefused, ReplayRefused, SkipReason, without_frames
@@ -42,9 +43,8 @@ from thunder_cg.step.averages import known_to_be_positive
 from thunder_cg.step.batch import COPY_CONTAINER, Batch
 from thunder_cg.step.calls import Calls, StepCollective
 from thunder_cg.step.facts import ATOMS, difference
-from thunder_cg.step.fixes import fix_of_change
+from thunder_cg.step.fixes import DENSE, fix_of_change
 from thunder_cg.step.gradients import ANY, LIKE, THERE, ExpectedGradients, GradientsBefore, GraphGradient, Overwritten
-from thunder_cg.step.heap import known_tensors
 from thunder_cg.step.memory import nbytes
 from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, memory_of_tensors, moved, refuse_other_memory
 from thunder_cg.step.outside import settings_of_numpy, states_outside
@@ -163,7 +163,7 @@ class StepRecording(RecordingUse):
 
     def close(self, *, may_wait: bool = True) -> None:
         """Destroys the graph, after its work is done if that may be waited for."""
-        with GraphGradient.recounted():
+        with GraphGradient.recounted(self.state.parameters):
             self.graph.close(may_wait=may_wait)
             self.left = []
             self.gradients_before.close()
@@ -175,7 +175,7 @@ class StepRecording(RecordingUse):
         assert self.before is not None
         snapshot, gradients = self.before
         self.before = None
-        with GraphGradient.recounted():
+        with GraphGradient.recounted(self.state.parameters):
             if undo:
                 snapshot.restore()
                 gradients.restore()
@@ -492,11 +492,11 @@ class StepCapture:
         state.guard_tensors(self.batch.tensors)
         _refuse_gradients(state)
         # A step that sets a generator sets it in the capture, too. Draws in a capture move no generator of CUDA.
-        with GraphGradient.recounted(), fork_rng([state.device], enabled=state.device.type != "cpu"):
+        counted = GraphGradient.recounted(state.parameters)
+        with counted, fork_rng([state.device], enabled=state.device.type != "cpu"):
             to = None if self.others else self.arena.pool(state.device)
             storages = OriginalStorages(state, state.carried_tensors(), self.backend)
             snapshot = state.snapshot()
-            of_others = _gradients_of_others(state)
             before = GradientsBefore(state.parameters, self.backend, self.calls, to, self.needs)
             try:
                 with torch.autograd.set_multithreading_enabled(False):  # each thread has a workspace of cuBLAS
@@ -507,12 +507,9 @@ class StepCapture:
                 snapshot.restore()
                 before.restore()
                 before.release()
-                for parameter, gradient in of_others:
-                    parameter.grad = gradient
                 raise
             finally:
                 self.calls.end()
-                of_others.clear()  # before the gradients are counted
         snapshot.take(self.calls.undos)
         recording.before = snapshot, before
         state.release()
@@ -545,8 +542,11 @@ class StepCapture:
         addresses = Addresses(body.addresses)
         own = [*graph.tensors(), *outputs.sources(), *buffers, *targets, *(each.buffer for each in copied)]
         known = [*state.memory, *inputs, *(each if each is None else local_tensor(each) for each in before.memory)]
-        with _first(missing):
-            refuse_other_memory(addresses, known, [*own, *self._held_elsewhere()], state.device, pool, memory)
+        with counting, _first(missing):
+            try:
+                refuse_other_memory(addresses, known, [*own, *self._held_elsewhere()], state.device, pool, memory)
+            except CaptureRefused as error:  # whose frames hold all tensors
+                raise without_frames(error) from None
         tensors, expected = [parameter.grad for parameter in state.parameters], before.expected(addresses)
         _refuse_results(body.results, tensors, expected)
         left = self._left(expected, before.are_graphs)
@@ -681,13 +681,6 @@ def _extend(get: Callable[[], Any], items: list[Any]) -> None:
     get().extend(items)
 
 
-def _gradients_of_others(state: StepState) -> list[tuple[Tensor, Tensor | None]]:
-    """Those of parameters that the step is not known to use, and that a function may drop that nobody knows of."""
-    known = {*map(id, state.parameters)}
-    found = (each for each in known_tensors() if id(each) not in known and is_leaf(each))
-    return [(each, each.grad) for each in found if each.requires_grad or each.grad is not None]
-
-
 def _refuse_gradients(state: StepState) -> None:
     """`CaptureRefused` if one is sparse, or no plain tensor."""
     for parameter in state.parameters:
@@ -697,8 +690,9 @@ def _refuse_gradients(state: StepState) -> None:
                 f"a gradient is a {type(gradient).__name__}, not a plain tensor", "put a plain one there"
             )
         if gradient is not None and not has_storage(gradient):
-            problem = f"a gradient is a tensor with the layout {gradient.layout}, which has no address"
-            raise CaptureRefused(problem, "make its module with sparse=False")
+            name = state.name_of(parameter)
+            problem = f"the gradient of {name} is a tensor with the layout {gradient.layout}, which has no address"
+            raise CaptureRefused(problem + state.line_of(name), DENSE)
 
 
 def _refuse_results(results: frozenset[int], gradients: Sequence[Tensor | None], expected: Sequence[Any]) -> None:

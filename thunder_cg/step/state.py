@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from thunder_cg.compat.autograd import global_hooks, hooks_of, registered_hooks
+from thunder_cg.compat.autograd import global_hooks, hooks_of, is_leaf, registered_hooks
 from thunder_cg.compat.distributed import local_tensor
 from thunder_cg.compat.guards import addresses_equal, attribute_guard, names_of, tensor_guards
 from thunder_cg.compat.settings import inside_autocast
@@ -410,7 +410,10 @@ class StepState:
         holders = [each for each in (*owner, *collector.holders) if id(each) not in self._undone]
         self._undone.update(reads, map(id, holders))
         paths = [read.path for read in reads.values() if read.path is not None]
-        return [*undos_of(holders, paths, collector.tensors.values())]
+        known = {*map(id, self.parameters)}
+        others = [each for each in collector.tensors.values() if id(each) not in known and is_leaf(each)]
+        gradients = (partial(setattr, each, "grad", each.grad) for each in others if not each.is_inference())
+        return [*undos_of(holders, paths, collector.tensors.values()), *gradients]
 
     def tensors_in_holders(self) -> list[Tensor]:
         """What is in containers and objects that the state had, though they may have been replaced since."""

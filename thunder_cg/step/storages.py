@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, UntypedStorage
 
+from thunder_cg.compat.objects import alive
 from thunder_cg.compat.tensors import has_storage, holders_of_storage, storage_id, storage_use_count, tensor_use_count
 from thunder_cg.errors import CaptureLater, CaptureRefused, SkipReason
 from thunder_cg.runtime.backend import Backend, Pool
@@ -54,7 +55,7 @@ def same_places(tensors: Sequence[Tensor], state: Sequence[Tensor]) -> dict[int,
 
 def _holders(get: Callable[[], UntypedStorage], at: int, backend: Backend) -> int:
     """How many tensors have the memory, and what refers to the storage that ``get`` returns, but for graphs."""
-    own = sum(each is get() for known in ReplacedStorages.all for each in known.originals)
+    own = sum(each is get() for known in alive(ReplacedStorages.all) for each in known.originals)
     return holders_of_storage(get) - own - backend.storage_uses(at)  # its `storage_id`
 
 
@@ -68,7 +69,7 @@ class ReplacedStorages:
         holders: how many tensors have the memory of each, at most.
     """
 
-    all: ClassVar[weakref.WeakSet[ReplacedStorages]] = weakref.WeakSet()
+    all: ClassVar[weakref.WeakValueDictionary[int, ReplacedStorages]] = weakref.WeakValueDictionary()  # by identity
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class ReplacedStorages:
         self._allowed = holders
         self._not_held: Any = None  # the counts by which it was found that nobody else holds one
         self.originals = [tensor.untyped_storage() for tensor in tensors]  # which count as no tensors
-        self.all.add(self)
+        self.all[id(self)] = self
         self._ids, self._addresses = [*map(storage_id, tensors)], [tensor.data_ptr() for tensor in tensors]
         self._layouts = [(tensor.storage_offset(), tensor.size(), tensor.stride()) for tensor in tensors]
 

@@ -37,7 +37,7 @@ import torch
 
 from thunder_cg.compat import cuda
 from thunder_cg.compat.autograd import in_backward
-from thunder_cg.runtime.backend import without_garbage_collection
+from thunder_cg.compat.objects import without_garbage_collection
 
 
 class StreamOrder:

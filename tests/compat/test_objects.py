@@ -1,0 +1,91 @@
+"""objects: all objects of some types are found, and other threads do not notice it."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from thunder_cg.compat.objects import alive, objects_of, referrers_of, with_subclasses
+from thunder_cg.compat.tensors import are_held_unseen
+from thunder_cg.step.heap import known_functions, known_tensors
+
+
+class Kind:
+    pass
+
+
+class Derived(Kind):
+    pass
+
+
+def test_objects_and_referrers() -> None:
+    found = [Kind(), Kind(), Derived()]
+    assert {*map(id, objects_of({Kind}))} == {*map(id, found[:2])}
+    assert {*map(id, objects_of(with_subclasses(Kind)))} == {*map(id, found)}
+    function = types.FunctionType(test_objects_and_referrers.__code__, {})  # others may be frozen
+    assert referrers_of({types.FunctionType}, [function.__code__]) == [function]
+    gc.collect()
+    before, threshold = len(gc.get_objects()), gc.get_threshold()
+    for _ in range(3):
+        objects_of({Kind})
+    assert len(gc.get_objects()) <= before + 2 and gc.get_threshold() == threshold  # no list of all is left
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda: objects_of({Kind}),
+        known_tensors,
+        lambda: known_functions({test_objects_and_referrers.__code__}),
+        lambda: are_held_unseen([torch.ones(1)]),
+    ],
+    ids=["objects", "tensors", "functions", "holders"],
+)
+def test_a_tuple_that_another_thread_makes(look: Callable[[], Any]) -> None:
+    """CPython raises SystemError if a list of all objects has it when it is done."""
+    is_listed, is_made = threading.Event(), threading.Event()
+
+    def on_event(frame: types.FrameType, event: str, called: Any) -> None:
+        if event == "c_return" and called in (gc.get_objects, gc.get_referrers):
+            is_listed.set()
+            is_made.wait(1)
+
+    def look_at_all() -> None:
+        sys.setprofile(on_event)
+        look()
+        sys.setprofile(None)
+        is_listed.set()
+
+    def items() -> Iterator[int]:
+        yield from range(5)
+        thread.start()
+        is_listed.wait()
+        yield from range(50)
+
+    thread = threading.Thread(target=look_at_all)
+    try:
+        assert len(tuple(items())) == 55
+    finally:
+        is_made.set()
+        thread.join()
+
+
+def test_what_is_put_in_meanwhile() -> None:
+    objects = weakref.WeakValueDictionary[int, Kind]()
+    kept = [Kind() for _ in range(3)]
+    objects.update(enumerate(kept))
+    for each in alive(objects):
+        kept.append(Kind())
+        objects[id(each)] = kept[-1]
+    assert len(alive(objects)) == 6
+    kept.clear()
+    del each
+    assert alive(objects) == []

@@ -1,0 +1,80 @@
+"""All objects of some types, as Python's garbage collector and weak references know them, beside other threads.
+
+Note [Tuples of other threads]
+    All objects include tuples that another thread is just making, as `tuple` does of a generator. CPython (to 3.13)
+    raises SystemError there if anybody else holds such a tuple when it is done, and so if that thread runs while a list
+    of all objects is there. So the list is made, filtered and dropped in C, which other threads wait for: no bytecode
+    runs in between, and nothing is collected.
+
+Note [Counts of references]
+    Whether a user holds a gradient is found by how many hold it more than did when it was made. Who looks at all
+    tensors holds those of other threads for a moment. If these counted just then, a holder would be missed later. So
+    whoever looks at all tensors, or counts for later, has the lock `counting`. Other counts may be too high beside such
+    a look, which is harmless: a call runs in Python, or gradients are moved.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain, compress, starmap
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
+
+_T = TypeVar("_T")
+counting = threading.RLock()  # see Note [Counts of references]
+
+
+def objects_of(kinds: Collection[type]) -> list[Any]:
+    """All objects of exactly these types, but for those that `gc.freeze` has set apart."""
+    return _those_of(kinds, gc.get_objects, ())
+
+
+def referrers_of(kinds: Collection[type], objects: Sequence[Any]) -> list[Any]:
+    """What refers to one of the objects, and is of exactly these types."""
+    return _those_of(kinds, gc.get_referrers, objects)
+
+
+def with_subclasses(kind: type) -> set[type]:
+    """The class and all that were derived from it."""
+    kinds = [kind]
+    for each in kinds:  # which grows
+        kinds += each.__subclasses__()
+    return {*kinds}
+
+
+def alive(objects: WeakValueDictionary[Any, _T]) -> list[_T]:
+    """What is still there of what was put in. Another thread may put in something else meanwhile."""
+    return [each for ref in objects.valuerefs() if (each := ref()) is not None]
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Inside, Python collects no garbage by itself, and what is captured finds `gc` as enabled as it was."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(0)
+    try:
+        yield
+    finally:
+        if thresholds[0]:  # else another thread is in here
+            gc.set_threshold(*thresholds)
+
+
+def _those_of(kinds: Collection[type], get: Callable[..., list[Any]], args: Sequence[Any]) -> list[Any]:
+    """Those of the types that ``get(*args)`` has. See Note [Tuples of other threads]."""
+    with without_garbage_collection():
+        _, *found, _ = _steps({*map(id, kinds)}, get, args)
+    return found
+
+
+def _steps(kinds: set[int], get: Callable[..., list[Any]], args: Sequence[Any]) -> Iterator[Any]:
+    """Makes the list, filters it and drops it, while it is iterated over.
+
+    The list has these iterators, too, so each of them has to come to its end before they are dropped.
+    """
+    lists: list[list[Any]] = []
+    objects, same = chain.from_iterable(lists), chain.from_iterable(lists)
+    selected = compress(chain(objects, (None,)), map(kinds.__contains__, map(id, map(type, same))))
+    return chain(map(lists.append, starmap(get, (args,))), selected, map(list.clear, (lists,)))
