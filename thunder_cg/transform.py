@@ -259,9 +259,7 @@ class CudagraphTransform(compat.Transform):
         """Of a trace that Thunder is to differentiate. Warns of those for which there may be no backward trace."""
         its = self._compiling
         its.reached, its.results, its.wrong_gradients = {}, 0, ()
-        arguments, _ = compat.tree_flatten_with_dataclass((trace.args or (), trace.kwargs or {}))
-        unpacked = (proxy for symbol in trace.bound_symbols for proxy in symbol.flat_proxy_outs)
-        if not any(map(compat.requires_grad, (*arguments, *unpacked))):
+        if not _has_gradients(trace):
             return
         ops = self._read(trace)
         aliasing = Aliasing.of(ops)
@@ -276,7 +274,8 @@ class CudagraphTransform(compat.Transform):
         """What Python does and Thunder loses, in words."""
         yield from lost(trace, self._read)
         stacks = self._compiling.stacks or {}
-        yield from unrepeated(*lost_changes(epilogue), stacks)
+        trains = torch.is_grad_enabled() and _has_gradients(trace)
+        yield from unrepeated(*lost_changes(epilogue, trains=trains), stacks)
         yield from constant(constant_results(epilogue))
         if torch.is_grad_enabled():
             yield from uncalled(hooks_on_gradients(compat.get_compile_data().fn))
@@ -399,6 +398,13 @@ def _compile_scope(data: Any, statistics: Any) -> Iterator[None]:
         refuse_compiled(data.fn, "thunder.jit")
     with compiling(data, statistics):
         yield
+
+
+def _has_gradients(trace: TraceCtx) -> bool:
+    """Whether an input of a trace requires a gradient."""
+    arguments, _ = compat.tree_flatten_with_dataclass((trace.args or (), trace.kwargs or {}))
+    unpacked = (proxy for symbol in trace.bound_symbols for proxy in symbol.flat_proxy_outs)
+    return any(map(compat.requires_grad, (*arguments, *unpacked)))
 
 
 def _gets_saved(trace: TraceCtx) -> bool:

@@ -7,6 +7,7 @@ import logging
 import random
 import sys
 import time
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -98,6 +99,32 @@ def test_what_is_lost(kind, line, said, caplog):
         assert found.startswith(expected.format(line)) and caplog.text.count(found) == 1
         assert f"Other than in PyTorch, with and without graphs: {found}." in str(report)
     assert "nothing to change" not in str(report)
+
+
+class Caches(Model):
+    """As ConViT of timm caches relative positions, by the size of its input."""
+
+    def forward(self, x):
+        if self.mean.shape[0] != 2:
+            self.mean = torch.arange(2.0)[:, None]
+        return self.linear(x).sin() + self.mean
+
+
+@pytest.mark.parametrize(
+    ("kind", "trains", "raises"), [(Reassigns, False, False), (Reassigns, True, True), (Caches, False, True)]
+)
+def test_buffers_that_a_next_call_does_not_take(kind, trains, raises):
+    """With and without graphs, Thunder traces with the buffer that the model had before."""
+    model = nn.Sequential(kind())
+    jgraphed = thunder.jit(model, transforms=[cudagraph_transform(backend="tape")])
+    for jmodel in (thunder.jit(model), jgraphed):
+        with torch.set_grad_enabled(trains), pytest.raises(AssertionError) if raises else nullcontext():
+            run(jmodel)
+    line = kind.forward.__code__.co_firstlineno + (1 if kind is Reassigns else 2)
+    said = [f"self.mean at test_lost.py:{line} is assigned"]
+    assert [each.partition(" a tensor of another shape")[0] for each in explain(jgraphed).differs] == said * raises
+    with torch.set_grad_enabled(trains):
+        assert torch.equal(run(thunderfx(model, backend="tape")), model(torch.ones(2, 4)))
 
 
 def test_an_autocast_that_thunder_never_ends():

@@ -22,6 +22,11 @@ _ASSIGNED = (
     "self.buffer.copy_(value) (README, Inference with a KV cache), or compile with thunder_cg.thunderfx, which assigns "
     "it"
 )
+_REFUSED = (
+    "is assigned a tensor of another shape, dtype or device, or one that requires a gradient, as all that Thunder "
+    "computes in training does, and the next call raises; write into the buffer, as with self.buffer.copy_(value), or "
+    "compile with thunder_cg.thunderfx, which assigns it"
+)
 _CONSTANT = (
     "is the tensor that was there when Thunder traced, in all calls; take items out of containers one by one, as with "
     "[t for t in a] rather than a + b or [a], or compile with thunder_cg.thunderfx"
@@ -86,13 +91,15 @@ def unrepeated(
     changes: Iterable[Change],
     calls: Iterable[Change],
     absent: Iterable[Change],
+    refused: Iterable[Change],
     stacks: Stacks,
 ) -> Iterator[str]:
     """Attributes that the function assigns, containers that it changes, and clocks that it reads, in no call.
 
-    And attributes of tensors that it does not find.
+    And attributes of tensors that it does not find, and assignments after which the next call raises.
     """
     yield from (f"self.{name} at {_line(stack, stacks)} {_ASSIGNED}" for name, stack in assignments)
+    yield from (f"self.{name} at {_line(stack, stacks)} {_REFUSED}" for name, stack in refused)
     yield from (f"{name} at {_line(stack, stacks)} {_CHANGED}" for name, stack in changes)
     yield from (f"{name} at {_line(stack, stacks)} {_ABSENT}" for name, stack in absent)
     for name, stack in calls:

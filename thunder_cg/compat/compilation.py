@@ -20,6 +20,7 @@ from thunder.core.compile_data import (
     reset_compile_data_and_stats,
     set_compile_data_and_stats,
 )
+from thunder.core.devices import to_torch_device
 from thunder.core.dtypes import is_float_dtype, to_torch_dtype
 from thunder.core.interpreter import InterpreterError, get_interpreterruntimectx, unwrap
 from thunder.core.jit_ext import _general_jit_lookaside_map, is_created_during_tracing
@@ -189,21 +190,39 @@ def note_lost(kind: str, name: str) -> None:
         _lost.setdefault(stats, {}).setdefault(kind, []).append((name, stack))
 
 
-def lost_changes(epilogue: TraceCtx | None) -> tuple[list[Change], list[Change], list[Change], list[Change]]:
+def lost_changes(
+    epilogue: TraceCtx | None, *, trains: bool
+) -> tuple[list[Change], list[Change], list[Change], list[Change], list[Change]]:
     """What no call repeats of what the compilation on this thread has done: assignments to attributes of modules,
-    changes of the caller's containers, and calls of clocks and the like. And attributes of tensors that it has missed.
+    changes of the caller's containers, and calls of clocks and the like. Attributes of tensors that it has missed. And
+    assignments to buffers after which the next call raises, as Thunder traces with what the buffer was.
 
     Args:
         epilogue: the trace of what each call assigns.
+        trains: whether there is a backward: all results then require a gradient.
     """
     lost = _lost.pop(_compile_data.get()[1], {})
     packs = (PrimIDs.PACK_ATTR, PrimIDs.PACK_BUFFER)
-    symbols = epilogue.bound_symbols if epilogue is not None else ()
-    names = [str(symbol.args[1]) for symbol in symbols if symbol.sym.id in packs]
+    symbols = [symbol for symbol in (epilogue.bound_symbols if epilogue is not None else ()) if symbol.sym.id in packs]
     # Thunder (0.2.6) calls a buffer of the compiled module itself ".name", which there is not.
-    kept = {name.rpartition(".")[2] for name in names if not name.startswith(".")}
-    assignments = [each for each in lost.get("assignments", ()) if each[0] not in kept]
-    return assignments, lost.get("changes", []), lost.get("calls", []), lost.get("absent", [])
+    kept = {str(symbol.args[1]): symbol for symbol in symbols if not str(symbol.args[1]).startswith(".")}
+    refused = {name for name, each in kept.items() if each.sym.id is PrimIDs.PACK_BUFFER and _differs(each, trains)}
+    attributes, buffers = ({name.rpartition(".")[2] for name in names} for names in (kept, refused))
+    assigned = lost.get("assignments", [])
+    assignments = [each for each in assigned if each[0] not in attributes]
+    changes, calls, absent = (lost.get(kind, []) for kind in ("changes", "calls", "absent"))
+    return assignments, changes, calls, absent, [each for each in assigned if each[0] in buffers]
+
+
+def _differs(pack: BoundSymbol, trains: bool) -> bool:
+    """Whether a buffer has another shape, dtype or device after its assignment, or requires a gradient."""
+    _, name, value = pack.args
+    module = get_compile_data().fn
+    before = module.get_buffer(name) if isinstance(module, torch.nn.Module) else None
+    if not isinstance(before, torch.Tensor) or not isinstance(value, TensorProxy):
+        return False
+    after = (tuple(value.shape), to_torch_dtype(value.dtype), to_torch_device(value.device))
+    return (trains and before.is_floating_point()) or after != (tuple(before.shape), before.dtype, before.device)
 
 
 def constant_results(epilogue: TraceCtx | None) -> list[str]:
