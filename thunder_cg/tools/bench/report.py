@@ -59,7 +59,7 @@ def scaling_tables(results: BenchmarkResults) -> str:
 
 def _scaling_table(unit: str, results: BenchmarkResults) -> Iterator[str]:
     points = [p for p in results.points if p.unit == unit]
-    sizes = [*dict.fromkeys(p.size for p in points)]
+    sizes = sorted({p.size for p in points})
     yield f"\n**Host time, p50 in µs, by number of {unit}s**\n"
     times = {(p.variant, p.size): "failed" if p.failure else f"{p.host_p50:,.0f}" for p in points}
     variants = dict.fromkeys(p.variant for p in points)

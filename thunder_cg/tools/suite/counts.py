@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from thunder_cg.report.breaks import GraphBreak
 from thunder_cg.report.report import Report, TraceReport
 from thunder_cg.tools.suite.results import BREAK, EAGER, INDUCTOR, NOT_REPLAYED, NotCaptured, SuiteRow
 
@@ -27,13 +28,19 @@ def fill_counts(row: SuiteRow, reports: Sequence[Report]) -> None:
     idle = [why for trace in ran for why in _not_replayed(earlier.get(_key(trace)), trace)]
     row.replayed = row.regions - len(idle)
     eager = Counter((op.name, op.reason) for trace in ran for op in trace.ops if op.verdict == "eager")
-    breaks = Counter((f"{each.source or 'a call'} ({each.line or 'no line'})", each.reason) for each in after.breaks)
+    breaks = Counter(map(_break, after.breaks))
     row.outside = [
         *(NotCaptured(EAGER, name, count, why) for (name, why), count in eager.items()),
         *(NotCaptured(INDUCTOR, what, count, why) for (what, why), count in left.items()),
         *(NotCaptured(BREAK, where, count, why) for (where, why), count in breaks.items()),
         *(NotCaptured(NOT_REPLAYED, "region", count, why) for why, count in Counter(idle).items()),
     ]
+
+
+def _break(each: GraphBreak) -> tuple[str, str]:
+    """Where Dynamo could not go on, and why, without what calls that and what it means for these."""
+    where = (each.line or "no line").partition(", called from")[0]
+    return f"{each.source or 'a call'} ({where})", each.reason.partition(",")[0]
 
 
 def _key(trace: TraceReport) -> tuple[str, int, str]:
