@@ -1974,6 +1974,17 @@ def test_other_views_written_in_place(backend, device):
     assert [part.operator for part in explain(graphed).outside] == ["t", "add_"]
 
 
+def test_a_part_that_is_written_and_read_as_the_whole(monkeypatch, backend, device):
+    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs: graph)
+
+    def fn(x):
+        y = x.sin()
+        F.relu(y[0], inplace=True)
+        return y * 2
+
+    trains_alike(Around(fn).to(device), lambda: torch.randn(3, 8, device=device), backend)
+
+
 def test_tensors_made_of_numbers(backend, device):
     """Thunder has no symbol for these, and would raise."""
 
