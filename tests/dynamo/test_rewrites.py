@@ -411,6 +411,27 @@ def test_noise(backend, device, draw):
     assert one_region_each_way(trains_alike(fn, lambda: torch.randn(8, 8, device=device), backend))
 
 
+@pytest.mark.parametrize("method", ["bernoulli_", "normal_"])
+def test_noise_in_what_others_see(backend, device, method):
+    """A buffer, and a part of what the graph makes."""
+
+    def fn(x, noise):
+        made = x * 2
+        getattr(noise, method)()
+        getattr(made[1:3], method)(0.5)
+        return made + noise
+
+    graphed = thunderfx(fn, backend=backend)
+    found = []
+    for each in (fn, graphed):
+        torch.manual_seed(3)
+        x, noise = torch.randn(8, 8, device=device), torch.zeros(8, 8, device=device)
+        found.append([(each(x, noise), noise.clone()) for _ in range(4)])
+    assert all(torch.equal(*pair) for calls in zip(*found) for pair in zip(*calls))
+    report = explain(graphed)
+    assert not report.outside and [len(trace.regions) for trace in report.traces] == [1], report
+
+
 @pytest.mark.parametrize(
     "draw",
     [
@@ -1654,6 +1675,30 @@ def test_slices_written_in_place(backend, device, write):
     assert one_region_each_way(trains_alike(Around(fn).to(device), lambda: torch.randn(3, 8, device=device), backend))
 
 
+def _multiplied(y, x):
+    y[0] *= x[1]
+
+
+def _divided_(y, x):
+    y[:, 0].div_(x[:, 1].exp())
+
+
+def _sine_(y, x):
+    y[1].sin_()
+
+
+@pytest.mark.parametrize("write", [_multiplied, _divided_, _sine_])
+def test_what_the_backward_reads_of_a_slice_that_is_overwritten(backend, device, write):
+    """PyTorch copies it, too."""
+
+    def fn(x):
+        y = x.sin()
+        write(y, x)
+        return y * 2
+
+    assert one_region_each_way(trains_alike(Around(fn).to(device), lambda: torch.randn(3, 8, device=device), backend))
+
+
 def test_a_slice_that_gets_another_shape_in_place():
     """Nothing is written then, so the write is no item."""
 
@@ -1785,6 +1830,12 @@ def test_index_add_is_captured(backend, device, add):
 
     graphed = trains_alike(Around(fn).to(device), lambda: torch.randn(4, 8, device=device), backend)
     assert one_region_each_way(graphed)
+
+
+def test_index_fill_is_captured(backend, device):
+    index = torch.tensor([2, 0], device=device)
+    fn = Around(lambda x: torch.cos(x.index_fill(0, index, 2.0))).to(device)
+    assert one_region_each_way(trains_alike(fn, lambda: torch.randn(4, 8, device=device), backend))
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -1921,6 +1972,17 @@ def test_other_views_written_in_place(backend, device):
 
     graphed = trains_alike(Around(fn).to(device), lambda: torch.randn(3, 8, device=device), backend)
     assert [part.operator for part in explain(graphed).outside] == ["t", "add_"]
+
+
+def test_a_part_that_is_written_and_read_as_the_whole(monkeypatch, backend, device):
+    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs: graph)
+
+    def fn(x):
+        y = x.sin()
+        F.relu(y[0], inplace=True)
+        return y * 2
+
+    trains_alike(Around(fn).to(device), lambda: torch.randn(3, 8, device=device), backend)
 
 
 def test_tensors_made_of_numbers(backend, device):

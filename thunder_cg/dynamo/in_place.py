@@ -131,11 +131,13 @@ def compute_out_of_place(node: Node, *, has_gradient: bool = False) -> None:
         return
     if not (has_gradient or result.requires_grad or function in _NOT_IN_PLACE):
         return
-    if not _is_put_back(node) and _has_other_names(result, (written, node)):
+    is_put_back = _is_put_back(node)
+    if not is_put_back and _has_other_names(result, (written, node)):
         return
     kwargs = {**node.kwargs, "inplace": False} if "inplace" in node.kwargs else node.kwargs
     if _is_alike(result_of(function, node.args, kwargs), result):
-        call_instead(node, function, *node.args, **kwargs)
+        args = _kept_for_backward(node, function) if is_put_back else node.args
+        call_instead(node, function, *args, **kwargs)
         node.meta[NEW] = True  # its example is what was written: later nodes are known to share memory with that
         use_later(node, written, node)
 
@@ -146,6 +148,19 @@ def _is_put_back(node: Node) -> bool:
     put: Any = node.next
     is_put = put.target is operator.setitem and item.target is operator.getitem and put.args == (*item.args, node)
     return is_put and node.target in IN_PLACE and [*item.users] == [node] and [*node.users] == [put]
+
+
+def _kept_for_backward(node: Node, function: Callable[..., Any]) -> tuple[Any, ...]:
+    """Arguments of an operator whose first one is a slice that its result overwrites, with a copy of what the backward
+    may read: ``y[0] *= z`` is ``y[0] = y[0].clone() * z``.
+    """
+    name = getattr(function, "__name__", "").strip("_")
+    others = [example(other) for other in node.all_input_nodes if other is not node.args[0]]
+    is_linear = name in ("div", "mul", "truediv") and not any(map(requires_grad, others))
+    if is_linear or name in ("add", "masked_fill", "sub"):
+        return node.args
+    copy = call_before(node, torch.clone, node.args[:1], result=result_of(torch.clone, node.args[:1]))
+    return (copy, *node.args[1:])
 
 
 def _write_slice_as_item(node: Node) -> None:
@@ -169,7 +184,7 @@ def _write_slice_as_item(node: Node) -> None:
     if (fresh is None and item is None) or shares_storage(fresh, base):  # `unsqueeze_` writes nothing
         return
     if function is not None:
-        item = call_before(node, function, node.args, node.kwargs, result=fresh)
+        item = call_before(node, function, _kept_for_backward(node, function), node.kwargs, result=fresh)
     call_before(node, operator.setitem, (whole, index, item), result=None)
     again = call_before(node, operator.getitem, (whole, index), result=example(written))
     node.replace_all_uses_with(again)
@@ -249,12 +264,19 @@ def _keep_gradient(node: Node, untracked: Collection[str]) -> None:
 
 
 def draw_out_of_place(node: Node) -> None:
-    """``x.new_empty(...).bernoulli_(p)``, as stochastic depth has it, draws into a tensor that nothing else sees."""
-    tensor, *numbers = *node.args, *node.kwargs.values()
-    if not isinstance(tensor, Node) or [*tensor.users] != [node]:
+    """``x.new_empty(...).bernoulli_(p)``, as stochastic depth has it, draws into a tensor that nothing else sees.
+
+    What others see gets a copy of what is drawn: ``noise.normal_()`` of a buffer.
+    """
+    tensor, *others = *node.args, *node.kwargs.values()
+    if not isinstance(tensor, Node) or not all(isinstance(other, (int, float)) for other in others):
         return
-    if tensor.target in _MAKE_NEW and all(isinstance(number, (int, float)) for number in numbers):
-        call_instead(node, operators.drawn(str(node.target)), *node.args, **node.kwargs)
+    draw, result = operators.drawn(str(node.target)), example(node)
+    if [*tensor.users] == [node] and tensor.target in _MAKE_NEW:
+        call_instead(node, draw, *node.args, **node.kwargs)
+    elif not requires_grad(result) and (fresh := torch.empty_like(result)).stride() == result.stride():
+        drawn = call_before(node, draw, node.args, node.kwargs, result=fresh)
+        call_instead(node, torch.Tensor.copy_, tensor, drawn)
 
 
 def _fits(number: Any, tensor: torch.Tensor) -> bool:

@@ -140,8 +140,9 @@ def views_and_writes(graph: Graph) -> frozenset[str]:
         if written is None or not has_storage(written) or not written.requires_grad or node.name in untracked:
             continue
         others = [each for each in nodes[:i] if _is_other_view(each, written)]
+        whole = [each for each in nodes[:i] if written._base is not None and example(each) is written._base]
         later = {*nodes[i + 1 :]}
-        if any(not later.isdisjoint(each.users) for each in others):
+        if any(not later.isdisjoint(each.users) for each in [*others, *whole]):
             names.update(each.name for each in [*others, node])
     return frozenset(names)
 
@@ -150,7 +151,7 @@ def _is_other_view(node: Node, written: Tensor) -> bool:
     """Whether a node makes another view of the memory of what is written."""
     value = example(node)
     is_call = node.op.startswith("call") and value is not written and not _is_new_name(node)
-    return is_call and shares_memory([written], value) and shares_memory(example(node.all_input_nodes), value)
+    return is_call and shares_memory(example(node.all_input_nodes), value) and shares_memory([written], value)
 
 
 def _is_new_name(node: Node) -> bool:

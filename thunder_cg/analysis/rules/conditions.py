@@ -166,7 +166,9 @@ NUMBER_AT_TENSOR_INDEX = Condition(
 
 TENSOR_FILL_VALUE = Condition(
     "has_tensor_fill_value", "The value to fill in is a tensor.",
-    lambda call: any(isinstance(v, TensorArgument) for v in (*call.positional[-1:], call.keywords.get("value"))),
+    lambda call: any(  # of which a derivative takes a gradient last
+        isinstance(v, TensorArgument) and v.shape == () for v in (*call.positional[2:], call.keywords.get("value"))
+    ),
     Cause(Reason.DATA_DEPENDENT, "the value to fill in is a tensor, which PyTorch reads on the host",
           "use torch.where(mask, value, a) instead"), Evidence.MEASURED)
 OWN_GENERATOR = Condition(
