@@ -71,17 +71,15 @@ ON_HOST = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.nightly_after(1)
 def test_optimizers(step_twins, name):
     step = step_twins.train(partial(usual_step, make=OPTIMIZERS[name]), 30)
     assert step.captures == 1 and step.replays >= 26, why(step)
 
 
 @pytest.mark.parametrize("name", ON_HOST)
-@pytest.mark.nightly_after(1)
 def test_optimizers_that_read_a_counter_on_the_host(step_twins, name):
-    step = step_twins.train(partial(usual_step, make=ON_HOST[name]), 12)
-    assert step.replays >= 9 or "the optimizer reads its state on the host" in why(step), why(step)
+    step = step_twins.train(partial(usual_step, make=ON_HOST[name]), 30)
+    assert step.replays >= 26 or "the optimizer reads its state on the host" in why(step), why(step)
 
 
 @pytest.mark.gpu
