@@ -92,6 +92,7 @@ _ENTRIES = (
     _hugging_face("GPT-2", 1, "GPT2LMHeadModel", NARROW_GPT2, {}),
     _litgpt("pythia-160m"),
     _litgpt("Llama-3.2-1B"),
+    _litgpt("Qwen3-0.6B"),
 )
 
 MODELS: Mapping[str, GeneratingModel] = {entry.name: entry for entry in _ENTRIES}
