@@ -275,7 +275,8 @@ class CudagraphTransform(compat.Transform):
         yield from lost(trace, self._read)
         stacks = self._compiling.stacks or {}
         trains = torch.is_grad_enabled() and _has_gradients(trace)
-        yield from unrepeated(*lost_changes(epilogue, trains=trains), stacks)
+        inputs = names_in(trace.args or ()) if trains else None
+        yield from unrepeated(*lost_changes(epilogue, inputs=inputs), stacks)
         yield from constant(constant_results(epilogue))
         if torch.is_grad_enabled():
             yield from uncalled(hooks_on_gradients(compat.get_compile_data().fn))

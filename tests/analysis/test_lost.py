@@ -110,8 +110,27 @@ class Caches(Model):
         return self.linear(x).sin() + self.mean
 
 
+class Keeps(Model):
+    def forward(self, x):
+        self.mean = self.mean
+        return self.linear(x).sin() + self.mean
+
+
+class Drops(Model):
+    def forward(self, x):
+        self.mean = None
+        return self.linear(x).sin()
+
+
 @pytest.mark.parametrize(
-    ("kind", "trains", "raises"), [(Reassigns, False, False), (Reassigns, True, True), (Caches, False, True)]
+    ("kind", "trains", "raises"),
+    [
+        (Reassigns, False, False),
+        (Reassigns, True, True),
+        (Caches, False, True),
+        (Keeps, True, False),
+        (Drops, False, True),
+    ],
 )
 def test_buffers_that_a_next_call_does_not_take(kind, trains, raises):
     """With and without graphs, Thunder traces with the buffer that the model had before."""
@@ -120,7 +139,7 @@ def test_buffers_that_a_next_call_does_not_take(kind, trains, raises):
     for jmodel in (thunder.jit(model), jgraphed):
         with torch.set_grad_enabled(trains), pytest.raises(AssertionError) if raises else nullcontext():
             run(jmodel)
-    line = kind.forward.__code__.co_firstlineno + (1 if kind is Reassigns else 2)
+    line = kind.forward.__code__.co_firstlineno + (2 if kind is Caches else 1)
     said = [f"self.mean at test_lost.py:{line} is assigned"]
     assert [each.partition(" a tensor of another shape")[0] for each in explain(jgraphed).differs] == said * raises
     with torch.set_grad_enabled(trains):

@@ -443,6 +443,46 @@ def test_a_capture_that_fails_leaves_what_another_thread_does(step_twins, monkey
     assert others[0].grad is gradients[0] and others[1].grad is None
 
 
+@pytest.mark.parametrize("is_in", ["list", "history"])
+def test_a_capture_that_fails_leaves_gradients_of_what_is_not_compared(step_twins, monkeypatch, is_in):
+    """Autograd reaches parameters that are too deep in containers, or in no object of Python that the step names."""
+    model, other = step_twins.model(nn.Linear(4, 4)), step_twins.model(nn.Linear(4, 4))
+    x, record, tried = step_twins.batch()[0], StepCapture._record, []
+    history, nested = other(x), other
+    for _ in range(12):
+        nested = [nested]
+
+    def uses(x):
+        found = nested
+        while type(found) is list:
+            found = found[0]
+        return history + x if is_in == "history" else found(x)
+
+    monkeypatch.setitem(globals(), "uses", uses)
+    name = ["sin"]
+
+    def train(x):
+        get = globals()[name[0]] if name[0] == "uses" else torch.sin
+        get(model(x)).square().mean().backward(retain_graph=True)
+        model.zero_grad()
+
+    def refuse(self, *args):
+        tried.append(name[0])
+        record(self, *args)
+        raise CaptureRefused("a fault")
+
+    step = step_twins.graphed(train)
+    monkeypatch.setattr(StepCapture, "_record", refuse)
+    for name[0] in ("sin", "sin", "uses", "uses", "uses"):
+        found = []
+        for run in (train, step):
+            other.zero_grad()
+            run(x)
+            found.append([parameter.grad for parameter in other.parameters()])
+        same(*found)
+    assert tried == ["sin", "uses"]
+
+
 def test_a_capture_counts_no_holders_of_others(step_twins):
     """Another thread may hold a gradient of its own while a step is captured."""
     mine, other = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))

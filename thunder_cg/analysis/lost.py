@@ -24,8 +24,8 @@ _ASSIGNED = (
 )
 _REFUSED = (
     "is assigned a tensor of another shape, dtype or device, or one that requires a gradient, as all that Thunder "
-    "computes in training does, and the next call raises; write into the buffer, as with self.buffer.copy_(value), or "
-    "compile with thunder_cg.thunderfx, which assigns it"
+    "computes in training does, or None, and the next call raises; write into the buffer, as with "
+    "self.buffer.copy_(value), or compile with thunder_cg.thunderfx, which assigns it"
 )
 _CONSTANT = (
     "is the tensor that was there when Thunder traced, in all calls; take items out of containers one by one, as with "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -108,6 +109,26 @@ def is_leaf(tensor: torch.Tensor) -> bool:
 def gradient_node(leaf: torch.Tensor) -> Any:
     """The node that accumulates the gradient of a leaf."""
     return torch.autograd.graph.get_gradient_edge(leaf).node
+
+
+# What runs a backward, and has what it begins at in a variable.
+CODE_OF_BACKWARD: types.CodeType = torch.autograd.graph._engine_run_backward.__code__
+
+
+def leaves_of_backward(frame: types.FrameType) -> list[torch.Tensor]:
+    """The leaves that the backward of a frame of `CODE_OF_BACKWARD` may reach."""
+    roots = frame.f_locals["t_outputs"]
+    nodes: list[Any] = [root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in roots]
+    leaves = [root for root in roots if isinstance(root, torch.Tensor) and root.requires_grad and is_leaf(root)]
+    seen = set(filter(None, nodes))
+    nodes = [*seen]
+    for node in nodes:  # which grows
+        if (leaf := getattr(node, "variable", None)) is not None:
+            leaves.append(leaf)
+        new = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= new
+        nodes += new
+    return leaves
 
 
 def hooks_of_node(node: Any) -> list[Callable[..., Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
@@ -191,7 +191,7 @@ def note_lost(kind: str, name: str) -> None:
 
 
 def lost_changes(
-    epilogue: TraceCtx | None, *, trains: bool
+    epilogue: TraceCtx | None, *, inputs: Container[str] | None
 ) -> tuple[list[Change], list[Change], list[Change], list[Change], list[Change]]:
     """What no call repeats of what the compilation on this thread has done: assignments to attributes of modules,
     changes of the caller's containers, and calls of clocks and the like. Attributes of tensors that it has missed. And
@@ -199,14 +199,14 @@ def lost_changes(
 
     Args:
         epilogue: the trace of what each call assigns.
-        trains: whether there is a backward: all results then require a gradient.
+        inputs: names of tensors that are none of the results, which all require a gradient; None without a backward.
     """
     lost = _lost.pop(_compile_data.get()[1], {})
     packs = (PrimIDs.PACK_ATTR, PrimIDs.PACK_BUFFER)
     symbols = [symbol for symbol in (epilogue.bound_symbols if epilogue is not None else ()) if symbol.sym.id in packs]
     # Thunder (0.2.6) calls a buffer of the compiled module itself ".name", which there is not.
     kept = {str(symbol.args[1]): symbol for symbol in symbols if not str(symbol.args[1]).startswith(".")}
-    refused = {name for name, each in kept.items() if each.sym.id is PrimIDs.PACK_BUFFER and _differs(each, trains)}
+    refused = {name for name, each in kept.items() if each.sym.id is PrimIDs.PACK_BUFFER and _differs(each, inputs)}
     attributes, buffers = ({name.rpartition(".")[2] for name in names} for names in (kept, refused))
     assigned = lost.get("assignments", [])
     assignments = [each for each in assigned if each[0] not in attributes]
@@ -214,15 +214,16 @@ def lost_changes(
     return assignments, changes, calls, absent, [each for each in assigned if each[0] in buffers]
 
 
-def _differs(pack: BoundSymbol, trains: bool) -> bool:
-    """Whether a buffer has another shape, dtype or device after its assignment, or requires a gradient."""
+def _differs(pack: BoundSymbol, inputs: Container[str] | None) -> bool:
+    """Whether a buffer is gone after its assignment, has another shape, dtype or device, or requires a gradient."""
     _, name, value = pack.args
     module = get_compile_data().fn
     before = module.get_buffer(name) if isinstance(module, torch.nn.Module) else None
     if not isinstance(before, torch.Tensor) or not isinstance(value, TensorProxy):
-        return False
+        return isinstance(before, torch.Tensor) and value is None
+    is_computed = inputs is not None and (value.requires_grad or value.name not in inputs)
     after = (tuple(value.shape), to_torch_dtype(value.dtype), to_torch_device(value.device))
-    return (trains and before.is_floating_point()) or after != (tuple(before.shape), before.dtype, before.device)
+    return (is_computed and before.is_floating_point()) or after != (tuple(before.shape), before.dtype, before.device)
 
 
 def constant_results(epilogue: TraceCtx | None) -> list[str]:

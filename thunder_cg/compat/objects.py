@@ -50,16 +50,29 @@ def alive(objects: WeakValueDictionary[Any, _T]) -> list[_T]:
     return [each for ref in objects.valuerefs() if (each := ref()) is not None]
 
 
+class _Uncollected:
+    """How many are in `without_garbage_collection`, on all threads, and what the last of them restores."""
+
+    lock = threading.RLock()  # a destructor may look at all objects just when one begins to
+    users = 0
+    thresholds = gc.get_threshold()
+
+
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
     """Inside, Python collects no garbage by itself, and what is captured finds `gc` as enabled as it was."""
-    thresholds = gc.get_threshold()
-    gc.set_threshold(0)
+    with _Uncollected.lock:
+        if not _Uncollected.users:
+            _Uncollected.thresholds = gc.get_threshold()
+            gc.set_threshold(0)
+        _Uncollected.users += 1
     try:
         yield
     finally:
-        if thresholds[0]:  # else another thread is in here
-            gc.set_threshold(*thresholds)
+        with _Uncollected.lock:
+            if _Uncollected.users == 1:
+                gc.set_threshold(*_Uncollected.thresholds)
+            _Uncollected.users -= 1
 
 
 def _those_of(kinds: Collection[type], get: Callable[..., list[Any]], args: Sequence[Any]) -> list[Any]:

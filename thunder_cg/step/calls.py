@@ -36,7 +36,7 @@ import types
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -44,7 +44,9 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from thunder_cg.compat.autograd import CODE_OF_BACKWARD, leaves_of_backward
 from thunder_cg.compat.cuda import is_current_stream_capturing
 from thunder_cg.compat.distributed import (
     ProcessGroup,
@@ -184,6 +186,7 @@ class Calls:
         getters: functions of C, of which some return settings, and whether a logger logs.
         raised: the first method of a tensor that has raised an error, in words.
         undos: how what these functions read gets back what it held. See Note [Effects once].
+        gradients: what leaves had before the first backward that reaches them, but for parameters of the step.
         reads_gradients: whether a function that is not PyTorch's names ``grad``, and may ask whether there is one.
     """
 
@@ -207,13 +210,15 @@ class Calls:
         self._callback: Callable[[types.FrameType, str, Any], None] | None = None  # which refers to this object
         self.begin(lambda _: [])
 
-    def begin(self, undos_of: Callable[[Called], list[Undo]]) -> None:
+    def begin(self, undos_of: Callable[[Called], list[Undo]], parameters: Iterable[torch.Tensor] = ()) -> None:
         """Before a capture, which may be the second one of a call.
 
         Args:
             undos_of: how what a function reads gets back what it holds.
+            parameters: of the step.
         """
-        self._undos_of = undos_of
+        self._undos_of, self._parameters = undos_of, {*map(id, parameters)}
+        self.gradients: MutableMapping[torch.Tensor, torch.Tensor | None] = WeakTensorKeyDictionary()
         self.groups: dict[ProcessGroup, list[StepCollective]] = {}
         self.pending: dict[int, _Pending] = {}
         self.communicated: dict[int, str] = {}
@@ -275,6 +280,11 @@ class Calls:
             if _is_called_by_user(frame):
                 owner = frame.f_locals[code.co_varnames[0]]
                 self.found[id(variables_of), id(owner)] = Called(variables_of, owner)  # type: ignore[arg-type]
+        elif code is CODE_OF_BACKWARD:
+            self.of_torch[code] = frame.f_globals
+            for leaf in leaves_of_backward(frame):
+                if id(leaf) not in self._parameters:
+                    self.gradients.setdefault(leaf, leaf.grad)
         elif code is ThreadPoolExecutor.submit.__code__:
             if _is_called_by_user(frame.f_back):
                 problem = "the step gives work to another thread{at}, which is in no graph"

@@ -488,7 +488,7 @@ class StepCapture:
 
     def _attempt(self) -> StepRecording:
         state = self.state
-        self.calls.begin(state.undos_of)
+        self.calls.begin(state.undos_of, state.parameters)
         state.guard_tensors(self.batch.tensors)
         _refuse_gradients(state)
         # A step that sets a generator sets it in the capture, too. Draws in a capture move no generator of CUDA.
@@ -507,9 +507,12 @@ class StepCapture:
                 snapshot.restore()
                 before.restore()
                 before.release()
+                for leaf, gradient in self.calls.gradients.items():
+                    leaf.grad = gradient
                 raise
             finally:
                 self.calls.end()
+                self.calls.gradients.clear()
         snapshot.take(self.calls.undos)
         recording.before = snapshot, before
         state.release()
