@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from thunder_cg.compat.fx import called_function, example, operator_name, without_gradient
 from thunder_cg.compat.operators import draws, mutated
-from thunder_cg.compat.tensors import has_storage, shares_storage, storage_id, tensors_in
+from thunder_cg.compat.tensors import autograd_base, has_storage, shares_storage, storage_id, tensors_in
 
 # Operators of Python's that write to their first argument, and those that compute what they write.
 IN_PLACE = {
@@ -140,7 +140,8 @@ def views_and_writes(graph: Graph) -> frozenset[str]:
         if written is None or not has_storage(written) or not written.requires_grad or node.name in untracked:
             continue
         others = [each for each in nodes[:i] if _is_other_view(each, written)]
-        whole = [each for each in nodes[:i] if written._base is not None and example(each) is written._base]
+        base = autograd_base(written)
+        whole = [each for each in nodes[:i] if base is not None and example(each) is base]
         later = {*nodes[i + 1 :]}
         if any(not later.isdisjoint(each.users) for each in [*others, *whole]):
             names.update(each.name for each in [*others, node])
