@@ -276,7 +276,7 @@ class CudagraphTransform(compat.Transform):
         stacks = self._compiling.stacks or {}
         trains = torch.is_grad_enabled() and _has_gradients(trace)
         inputs = names_in(trace.args or ()) if trains else None
-        yield from unrepeated(*lost_changes(epilogue, inputs=inputs), stacks)
+        yield from unrepeated(lost_changes(epilogue, inputs=inputs), stacks)
         yield from constant(constant_results(epilogue))
         if torch.is_grad_enabled():
             yield from uncalled(hooks_on_gradients(compat.get_compile_data().fn))

@@ -93,10 +93,10 @@ def test_what_is_put_in_meanwhile() -> None:
     objects = weakref.WeakValueDictionary[int, Kind]()
     kept = [Kind() for _ in range(3)]
     objects.update(enumerate(kept))
-    for each in alive(objects):
+    for each in alive(objects.valuerefs()):
         kept.append(Kind())
         objects[id(each)] = kept[-1]
-    assert len(alive(objects)) == 6
+    assert len(alive(objects.valuerefs())) == 6
     kept.clear()
     del each
-    assert alive(objects) == []
+    assert alive(objects.valuerefs()) == []

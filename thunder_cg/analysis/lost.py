@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from thunder_cg.analysis.ops import Ops, names_in
 from thunder_cg.analysis.sources import Stacks, line_behind, users
@@ -17,28 +17,35 @@ _BRANCH = (
     "depends on what a tensor holds, a number that Thunder does not know while it traces, and takes for false; choose "
     "with torch.where on a 0-dim tensor, or compile with thunder_cg.thunderfx, which leaves the branch to Python"
 )
-_ASSIGNED = (
-    "is assigned while Thunder traces, and in no call; return the value, or write it into a buffer, as with "
-    "self.buffer.copy_(value) (README, Inference with a KV cache), or compile with thunder_cg.thunderfx, which assigns "
-    "it"
-)
-_REFUSED = (
-    "is assigned a tensor of another shape, dtype or device, or one that requires a gradient, as all that Thunder "
-    "computes in training does, or None, and the next call raises; write into the buffer, as with "
-    "self.buffer.copy_(value), or compile with thunder_cg.thunderfx, which assigns it"
-)
 _CONSTANT = (
     "is the tensor that was there when Thunder traced, in all calls; take items out of containers one by one, as with "
     "[t for t in a] rather than a + b or [a], or compile with thunder_cg.thunderfx"
 )
-_CHANGED = (
-    "changes a container of the caller's or of the module while Thunder traces, and in no call; return what is new, or "
-    "write it into a tensor in place (README, Inference with a KV cache), or compile with thunder_cg.thunderfx, which "
-    "changes it"
-)
-_CALLED = (
-    "is called while Thunder traces, and in no call; {}, or compile with thunder_cg.thunderfx, where Python calls it"
-)
+_UNREPEATED = {  # by the kinds of `lost_changes`
+    "assignments": (
+        "self.{name} at {line} is assigned while Thunder traces, and in no call; return the value, or write it into "
+        "a buffer, as with self.buffer.copy_(value) (README, Inference with a KV cache), or compile with "
+        "thunder_cg.thunderfx, which assigns it"
+    ),
+    "refused": (
+        "self.{name} at {line} is assigned a tensor of another shape, dtype or device, or one that requires a "
+        "gradient, as all that Thunder computes in training does, or None, and the next call raises; write into the "
+        "buffer, as with self.buffer.copy_(value), or compile with thunder_cg.thunderfx, which assigns it"
+    ),
+    "changes": (
+        "{name} at {line} changes a container of the caller's or of the module while Thunder traces, and in no call; "
+        "return what is new, or write it into a tensor in place (README, Inference with a KV cache), or compile with "
+        "thunder_cg.thunderfx, which changes it"
+    ),
+    "absent": (
+        "{name} at {line} asks for an attribute of a tensor that Thunder does not have, and is told that there is "
+        "none; ask for it before thunder.jit, or compile with thunder_cg.thunderfx, which asks the tensor"
+    ),
+    "calls": (
+        "{name}() at {line} is called while Thunder traces, and in no call; {fix}, or compile with "
+        "thunder_cg.thunderfx, where Python calls it"
+    ),
+}
 _INSTEAD = {"print": "print after the call", "logging": "log after the call", "random": "draw with torch.rand"}
 _HOOKS = (
     "has hooks on gradients, which Thunder does not call, or raises for; register them with Tensor.register_hook on "
@@ -49,10 +56,6 @@ _ASKED = (
     "same for all tensors, as with x.contiguous(), or compile with thunder_cg.thunderfx, which asks the tensor"
 )
 _OF_MEMORY = {"data_ptr", "is_conj", "is_contiguous", "is_inference", "is_neg", "is_pinned", "is_set_to", "is_shared"}
-_ABSENT = (
-    "asks for an attribute of a tensor that Thunder does not have, and is told that there is none; ask for it before "
-    "thunder.jit, or compile with thunder_cg.thunderfx, which asks the tensor"
-)
 _CAST = (
     "as an earlier call under autocast did, though autocast is off now: Thunder never ends it; compile with "
     "thunder_cg.thunderfx, which does, or compile the model once more for calls without autocast"
@@ -86,25 +89,12 @@ def lost(trace: TraceCtx, read: Callable[[TraceCtx], Ops]) -> Iterator[str]:
             yield f"Tensor.{op.symbol.sym.name} {ops.place(op)} {_ASKED}"
 
 
-def unrepeated(
-    assignments: Iterable[Change],
-    changes: Iterable[Change],
-    calls: Iterable[Change],
-    absent: Iterable[Change],
-    refused: Iterable[Change],
-    stacks: Stacks,
-) -> Iterator[str]:
-    """Attributes that the function assigns, containers that it changes, and clocks that it reads, in no call.
-
-    And attributes of tensors that it does not find, and assignments after which the next call raises.
-    """
-    yield from (f"self.{name} at {_line(stack, stacks)} {_ASSIGNED}" for name, stack in assignments)
-    yield from (f"self.{name} at {_line(stack, stacks)} {_REFUSED}" for name, stack in refused)
-    yield from (f"{name} at {_line(stack, stacks)} {_CHANGED}" for name, stack in changes)
-    yield from (f"{name} at {_line(stack, stacks)} {_ABSENT}" for name, stack in absent)
-    for name, stack in calls:
-        fix = next((fix for part, fix in _INSTEAD.items() if part in name), "pass what it returns as a tensor")
-        yield f"{name}() at {_line(stack, stacks)} {_CALLED.format(fix)}"
+def unrepeated(found: Mapping[str, Iterable[Change]], stacks: Stacks) -> Iterator[str]:
+    """What `lost_changes` has found: by kind, in no call or refused by the next one."""
+    for kind, said in _UNREPEATED.items():
+        for name, stack in found.get(kind, ()):
+            fix = next((fix for part, fix in _INSTEAD.items() if part in name), "pass what it returns as a tensor")
+            yield said.format(name=name, line=_line(stack, stacks), fix=fix)
 
 
 def uncalled(modules: Iterable[str]) -> Iterator[str]:

@@ -190,12 +190,10 @@ def note_lost(kind: str, name: str) -> None:
         _lost.setdefault(stats, {}).setdefault(kind, []).append((name, stack))
 
 
-def lost_changes(
-    epilogue: TraceCtx | None, *, inputs: Container[str] | None
-) -> tuple[list[Change], list[Change], list[Change], list[Change], list[Change]]:
-    """What no call repeats of what the compilation on this thread has done: assignments to attributes of modules,
-    changes of the caller's containers, and calls of clocks and the like. Attributes of tensors that it has missed. And
-    assignments to buffers after which the next call raises, as Thunder traces with what the buffer was.
+def lost_changes(epilogue: TraceCtx | None, *, inputs: Container[str] | None) -> dict[str, list[Change]]:
+    """What no call repeats of what the compilation on this thread has done: "assignments" to attributes of modules,
+    "changes" of the caller's containers, and "calls" of clocks and the like. Attributes of tensors that it has missed:
+    "absent". And "refused" assignments to buffers: the next call raises, as Thunder traces with what the buffer was.
 
     Args:
         epilogue: the trace of what each call assigns.
@@ -209,9 +207,9 @@ def lost_changes(
     refused = {name for name, each in kept.items() if each.sym.id is PrimIDs.PACK_BUFFER and _differs(each, inputs)}
     attributes, buffers = ({name.rpartition(".")[2] for name in names} for names in (kept, refused))
     assigned = lost.get("assignments", [])
-    assignments = [each for each in assigned if each[0] not in attributes]
-    changes, calls, absent = (lost.get(kind, []) for kind in ("changes", "calls", "absent"))
-    return assignments, changes, calls, absent, [each for each in assigned if each[0] in buffers]
+    lost["assignments"] = [each for each in assigned if each[0] not in attributes]
+    lost["refused"] = [each for each in assigned if each[0] in buffers]
+    return lost
 
 
 def _differs(pack: BoundSymbol, inputs: Container[str] | None) -> bool:

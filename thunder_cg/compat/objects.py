@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, compress, starmap
 from typing import Any, TypeVar
-from weakref import WeakValueDictionary
 
 _T = TypeVar("_T")
 counting = threading.RLock()  # see Note [Counts of references]
@@ -45,9 +45,9 @@ def with_subclasses(kind: type) -> set[type]:
     return {*kinds}
 
 
-def alive(objects: WeakValueDictionary[Any, _T]) -> list[_T]:
-    """What is still there of what was put in. Another thread may put in something else meanwhile."""
-    return [each for ref in objects.valuerefs() if (each := ref()) is not None]
+def alive(references: Iterable[weakref.ref[_T]]) -> list[_T]:
+    """What is still there. Of a `WeakValueDictionary`, give `valuerefs()`: another thread may put in something else."""
+    return [each for ref in references if (each := ref()) is not None]
 
 
 class _Uncollected:

@@ -33,6 +33,7 @@ import torch
 from thunder_cg.analysis.segments import LEAST_SEGMENT
 from thunder_cg.compat import distributed
 from thunder_cg.compat.autograd import drop_failed_backwards
+from thunder_cg.compat.objects import alive
 from thunder_cg.compat.tensors import are_held_unseen, storage_id, storage_use_count
 from thunder_cg.errors import SkipReason
 from thunder_cg.runtime.backend import Backend, Pool
@@ -447,7 +448,7 @@ class Arenas:
         for arena in preferred:
             if arena.hold():
                 return arena
-        for arena in _alive(self._arenas):
+        for arena in alive(self._arenas):
             if join(arena):
                 return arena
         is_among_others = call_memory is not None and self.is_another_held()
@@ -456,38 +457,38 @@ class Arenas:
     def hold_scratch(self, arena: Arena) -> Arena | None:
         """Takes a scratch arena for a backward; None where it should allocate in ``arena``, which its forward did."""
         in_flight = [
-            each.call_memory for each in _alive(self._arenas) if each.call_memory is not None and each.is_held()
+            each.call_memory for each in alive(self._arenas) if each.call_memory is not None and each.is_held()
         ]
-        existing = max((scratch.nbytes() for scratch in _alive(self._scratch)), default=0)
+        existing = max((scratch.nbytes() for scratch in alive(self._scratch)), default=0)
         if arena.is_shared or arena.call_memory is None or not arena.call_memory.belongs_apart(in_flight, existing):
             return None
         return self._hold_one_of(self._scratch)
 
     def is_another_held(self, arena: Arena | None = None) -> bool:
         """Whether other calls are in flight than the one that holds ``arena``, or calls at all."""
-        return any(each is not arena and each.is_held() for each in _alive(self._arenas))
+        return any(each is not arena and each.is_held() for each in alive(self._arenas))
 
     def are_all_held(self) -> bool:
         """Whether `hold` would find none now."""
-        alive = _alive(self._arenas)
-        return len(alive) >= self._limit * len(self._pairs) and all(arena.is_held() for arena in alive)
+        found = alive(self._arenas)
+        return len(found) >= self._limit * len(self._pairs) and all(arena.is_held() for arena in found)
 
     def single(self) -> Arena:
         """The one arena of a graphed step. It is not held, since the step has its own lock around each call."""
         with self._lock:
-            alive = _alive(self._arenas)
-            return alive[0] if alive else self._add(Arena(self._backend, self._poison), self._arenas)
+            found = alive(self._arenas)
+            return found[0] if found else self._add(Arena(self._backend, self._poison), self._arenas)
 
     def _hold_one_of(self, arenas: list[weakref.ref[Arena]], needed: int | None = None) -> Arena | None:
         """The first free one; with ``needed`` bytes the one that fits best, or a new one if that wastes less."""
         with self._lock:
-            alive = _alive(arenas)
-            is_full = len(alive) >= self._limit * len(self._pairs)
+            found = alive(arenas)
+            is_full = len(found) >= self._limit * len(self._pairs)
             if needed is not None:
-                waste = {arena: abs(arena.nbytes() - needed) for arena in alive if not arena.is_held()}
+                waste = {arena: abs(arena.nbytes() - needed) for arena in found if not arena.is_held()}
                 most = sys.maxsize if is_full else max(needed, _FITS)
-                alive = sorted((arena for arena in waste if waste[arena] <= most), key=waste.__getitem__)
-            for arena in alive:
+                found = sorted((arena for arena in waste if waste[arena] <= most), key=waste.__getitem__)
+            for arena in found:
                 if arena.hold():
                     return arena
             if is_full:
@@ -498,7 +499,7 @@ class Arenas:
 
     @staticmethod
     def _add(arena: Arena, arenas: list[weakref.ref[Arena]]) -> Arena:
-        arenas[:] = [weakref.ref(each) for each in (*_alive(arenas), arena)]
+        arenas[:] = [weakref.ref(each) for each in (*alive(arenas), arena)]
         return arena
 
     # See Note [Memory budget].
@@ -554,7 +555,7 @@ class Arenas:
         return SkipReason(said, "raise memory_budget")
 
     def _all(self) -> list[Arena]:
-        return _alive([*self._arenas, *self._scratch])
+        return alive([*self._arenas, *self._scratch])
 
     def _discard_least_valuable(
         self, mine: Sequence[Arena], captures_pay: Callable[[], bool], kept: RecordingUse | None
@@ -588,7 +589,3 @@ class Arenas:
                 if arena not in mine:
                     arena.release()
         return self.nbytes() < before
-
-
-def _alive(arenas: list[weakref.ref[Arena]]) -> list[Arena]:
-    return [arena for arena in (ref() for ref in arenas) if arena is not None]

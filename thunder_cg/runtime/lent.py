@@ -31,14 +31,11 @@ from typing import Any
 from weakref import WeakMethod
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from thunder_cg.compat.guards import addresses_equal
 from thunder_cg.compat.objects import counting
 from thunder_cg.compat.tensors import holders_of_storage, storage_id, storage_use_count
 from thunder_cg.runtime.backend import Pool
-
-pairs_of_leaves = WeakTensorKeyDictionary()  # by parameter: the pairs whose backwards have a gradient of it
 
 
 class Lent:

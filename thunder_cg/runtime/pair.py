@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from thunder_cg.compat.distributed import ProcessGroup
 from thunder_cg.options import Options
 from thunder_cg.runtime.arena import Arena, Arenas, CallMemory
 from thunder_cg.runtime.call import Call
-from thunder_cg.runtime.lent import pairs_of_leaves
 from thunder_cg.runtime.program_inputs import Moves
 from thunder_cg.runtime.recording import Recording
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from thunder_cg.runtime.selection import Selection
 
 _logger = logging.getLogger(__name__)
+_pairs_of_leaves = WeakTensorKeyDictionary()  # by parameter: the pairs whose backwards have a gradient of it
 
 
 class Pair:
@@ -201,7 +202,7 @@ class Pair:
         """Notes what the backward has gradients of: it shares the leaves among ``inputs`` with other pairs."""
         for leaf in inputs:
             if leaf is not None and leaf.requires_grad and leaf.is_leaf:
-                pairs = pairs_of_leaves.setdefault(leaf, weakref.WeakSet())
+                pairs = _pairs_of_leaves.setdefault(leaf, weakref.WeakSet())
                 for other in [each for each in pairs if each is not self]:
                     other._sharing.add(self)
                     self._sharing.add(other)

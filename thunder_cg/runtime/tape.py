@@ -85,7 +85,7 @@ class TapeBackend:
         return nullcontext(nullcontext)
 
     def storage_uses(self, storage: int) -> int:
-        return sum(graph.uses[storage] for graph in alive(_graphs))
+        return sum(graph.uses[storage] for graph in alive(_graphs.valuerefs()))
 
     def busy(self) -> bool:
         return getattr(_active, "tape", None) is not None

@@ -348,7 +348,7 @@ class GraphGradient:
 
     @classmethod
     def all(cls) -> list[GraphGradient]:
-        return alive(cls._known)
+        return alive(cls._known.valuerefs())
 
     @classmethod
     def tensors(cls) -> list[Tensor]:

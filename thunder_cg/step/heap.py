@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
-from thunder_cg.compat.objects import objects_of, referrers_of, with_subclasses
+from thunder_cg.compat.objects import alive, objects_of, referrers_of, with_subclasses
 from thunder_cg.compat.tensors import has_memory
 from thunder_cg.step.lookups import own
 from thunder_cg.step.packages import is_constant
@@ -113,8 +113,7 @@ def _with_frozen(found: list[Any], kinds: Collection[type]) -> list[Any]:
     if not any(each is _frozen.marker for each in found):
         _look_into_frozen()
     references = chain.from_iterable(_frozen.objects.get(kind, ()) for kind in kinds)
-    frozen = [each for ref in references if (each := ref()) is not None]
-    return [*(each for each in found if type(each) is not _Marker), *frozen]
+    return [*(each for each in found if type(each) is not _Marker), *alive(references)]
 
 
 def _each_once(objects: Iterable[Any]) -> list[Any]:

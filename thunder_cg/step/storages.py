@@ -55,7 +55,7 @@ def same_places(tensors: Sequence[Tensor], state: Sequence[Tensor]) -> dict[int,
 
 def _holders(get: Callable[[], UntypedStorage], at: int, backend: Backend) -> int:
     """How many tensors have the memory, and what refers to the storage that ``get`` returns, but for graphs."""
-    own = sum(each is get() for known in alive(ReplacedStorages.all) for each in known.originals)
+    own = sum(each is get() for known in alive(ReplacedStorages.all.valuerefs()) for each in known.originals)
     return holders_of_storage(get) - own - backend.storage_uses(at)  # its `storage_id`
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from thunder_cg.report.rules import RESULTS
@@ -24,6 +25,18 @@ from thunder_cg.tools.bench.variants import (
 from thunder_cg.tools.results import environment
 
 CPU = torch.device("cpu")
+Rows = dict[tuple[str, str], BenchmarkRow]
+
+
+@pytest.fixture
+def page() -> str:
+    return (RESULTS / "RESULTS.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def rows() -> Rows:
+    """By case and variant."""
+    return {(row.case, row.variant): row for row in BenchmarkResults.read(RESULTS / "h200.json").rows}
 
 
 def test_results_are_read_as_they_were_written_and_added_to(tmp_path: Path, results: BenchmarkResults) -> None:
@@ -49,9 +62,7 @@ def times(row: BenchmarkRow | None, bold: bool = False) -> str:
     return f"**{text}**" if bold else text
 
 
-def test_page_has_the_times_of_fused_kernels() -> None:
-    page = (RESULTS / "RESULTS.md").read_text(encoding="utf-8")
-    rows = {(row.case, row.variant): row for row in BenchmarkResults.read(RESULTS / "h200.json").rows}
+def test_page_has_the_times_of_fused_kernels(page: str, rows: Rows) -> None:
     training = {case for case, _ in rows if "training" in case}
     assert len(training) == 8
     for case in training:
@@ -65,9 +76,7 @@ def test_page_has_the_times_of_fused_kernels() -> None:
         assert ours.back_to_back < fastest, "never slower than eager or reduce-overhead"
 
 
-def test_page_has_the_times_of_whole_steps() -> None:
-    page = (RESULTS / "RESULTS.md").read_text(encoding="utf-8")
-    rows = {(row.case, row.variant): row for row in BenchmarkResults.read(RESULTS / "h200.json").rows}
+def test_page_has_the_times_of_whole_steps(page: str, rows: Rows) -> None:
     steps = {case for case, _ in rows if "whole step" in case}
     assert len(steps) == 6
     for case in steps:
