@@ -105,7 +105,12 @@ def _large() -> tuple[BenchmarkCase, ...]:
     return (
         _in_float32(MLP, lambda: Mlp(16, 64), lambda: (floats(8, 64),)),
         BenchmarkCase(SMALL_GPT, lambda: Gpt(12, 128, 4, 512, 128), lambda: (numbers(512, 1, 16),)),
-        BenchmarkCase("GPT, width 768, 1 x 64 tokens", lambda: Gpt(*gpt), lambda: (numbers(50304, 1, 64),)),
+        *(
+            BenchmarkCase(
+                f"GPT, width 768, {rows} x {length} tokens", lambda: Gpt(*gpt), partial(_tokens, rows, length)
+            )
+            for rows, length in ((1, 64), (2, 128), (16, 512))
+        ),
         BenchmarkCase(GPT_TRAINING, lambda: Gpt(*gpt), lambda: tokens_and_targets(50304, 2, 128), trains=True),
         BenchmarkCase(
             "GPT, width 768, training 16 x 512 tokens",
@@ -120,6 +125,9 @@ def _large() -> tuple[BenchmarkCase, ...]:
             "MLP with .item(), 16 layers, width 64, batch 8", lambda: MlpWithItem(16, 64), lambda: (floats(8, 64),)
         ),
         BenchmarkCase("ResNet-50, 1 image", lambda: ResNet("resnet50", 1000).eval(), lambda: (floats(1, 3, 224, 224),)),
+        BenchmarkCase(
+            "ResNet-50, 32 images", lambda: ResNet("resnet50", 1000).eval(), lambda: (floats(32, 3, 224, 224),)
+        ),
         resnet_training(),
         BenchmarkCase(
             "BERT-base, training 8 x 128 tokens",
@@ -144,6 +152,12 @@ def _large() -> tuple[BenchmarkCase, ...]:
             lambda: _clicks(2048, 26, 10_000),
             trains=True,
             dtype=torch.float32,
+        ),
+        BenchmarkCase(
+            "Llama, 1.1 billion parameters, 1 x 512 tokens",
+            lambda: Llama(16, 2048, 32, 8, 8192, 32000, 512),
+            lambda: (numbers(32000, 1, 512),),
+            exact=False,
         ),
         BenchmarkCase(
             "Llama, 1.1 billion parameters, training 1 x 512 tokens",
@@ -256,6 +270,10 @@ def numbers(below: int, *shape: int, seed: int = 0) -> Tensor:
 
 def tokens_and_targets(vocabulary: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
     return numbers(vocabulary, rows, length), numbers(vocabulary, rows, length, seed=1)
+
+
+def _tokens(rows: int, length: int) -> tuple[Tensor]:
+    return (numbers(50304, rows, length),)
 
 
 def _token(vocabulary: int, position: int) -> tuple[Tensor, Tensor]:

@@ -176,7 +176,7 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(nn.Module):
-    """The loss for tokens and targets, both int64, (batch, length).
+    """The loss for tokens and targets, both int64, (batch, length); without targets, the logits.
 
     Args:
         recomputes: the backward computes each block again (activation checkpointing).
@@ -209,14 +209,15 @@ class Llama(nn.Module):
         self.register_buffer("cos", angles.cos())
         self.register_buffer("sin", angles.sin())
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         x = self.tokens(tokens)
         for block in self.blocks:
             if self.recomputes:
                 x = checkpoint(block, x, self.cos, self.sin, use_reentrant=False)
             else:
                 x = block(x, self.cos, self.sin)
-        return loss_of(self.head(self.norm(x)), targets)
+        logits = self.head(self.norm(x))
+        return logits if targets is None else loss_of(logits, targets)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
