@@ -13,7 +13,7 @@ from support import on_threads, regions, replays, same, same_state, same_trainin
 from torch import nn
 
 from thunder_cg import cudagraph_transform, explain
-from thunder_cg.runtime.arena import Arenas
+from thunder_cg.runtime.arena import Arena, Arenas
 from thunder_cg.runtime.cuda import CudaBackend
 from thunder_cg.tools.bench.cases import cases
 from thunder_cg.tools.bench.measure import of_subject, subject
@@ -271,9 +271,10 @@ def test_memory_of_backwards_exists_once(monkeypatch):
         return peak_of_training(parts, transforms)
 
     plain, shared = peak(), peak(cudagraph_transform())
+    monkeypatch.setattr(Arena, "join", lambda self, pair, *, captures: False)
     monkeypatch.setattr(Arenas, "hold_scratch", lambda self, arena: None)
     apart = peak(cudagraph_transform())
-    assert shared <= 1.4 * plain, (plain, shared, apart)  # forwards have 8 arenas
+    assert shared <= 1.1 * plain, (plain, shared, apart)
     assert apart - shared >= 6 * 64, (plain, shared, apart)  # a hidden layer is 64 MB
 
 

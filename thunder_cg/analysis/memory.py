@@ -13,7 +13,7 @@ from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.ops import Ops
 from thunder_cg.analysis.partition import PeakMemory, PlannedTrace, Region
 from thunder_cg.analysis.region_io import RegionIO
-from thunder_cg.analysis.segments import Event, first_segment
+from thunder_cg.analysis.segments import Event, first_segment, is_large
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,9 @@ class MemoryEstimate:
         ends = [(each, 0) for each in memory.returned - all_saved]
         events = [(names.get(each, each), nbytes) for each, nbytes in [*memory.events(captured), *ends]]
         results = [aliasing.sets_of(each.name for each in io.outputs) for io in ios]
+        # Of inference, what is lent has segments of its own: see Note [Lent results] in runtime/lent_results.py.
+        may_be_lent = [] if is_backward or saved else [e.name for io in ios for e in io.outputs if e.copied_out]
+        apart = aliasing.sets_of(name for name in may_be_lent if is_large(ops.values[name].nbytes))
         in_arena = {each: nbytes for each, nbytes in before_nbytes.items() if each in in_place}
         return cls(
             without_graphs=memory.peak((op for step in trace.plan.steps for op in step.ops), before_nbytes),
@@ -66,7 +69,7 @@ class MemoryEstimate:
             saved_in_place={name for name in trace.saved if sets.get(name) in stays},
             apart=memory.peak(captured, {}, frozenset()) + copied_in,
             events=events,
-            first_segment=first_segment([*forward.events, *events]),
+            first_segment=first_segment([*forward.events, *(event for event in events if event[0] not in apart)]),
             first_apart=first_segment([*memory.events(captured, frozenset())]) if is_backward else 0,
         )
 

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 # How the allocator rounds, in bytes (torch 2.9 to 2.11, unless PYTORCH_CUDA_ALLOC_CONF says otherwise).
 SMALL = 2**20  # tensors up to this size have segments of their own, of 2 MiB
 LEAST_SEGMENT = 20 * 2**20  # for tensors of less than half of it
+_LEAST_ALONE = LEAST_SEGMENT // 2  # tensors from this size on have a segment to themselves, if no free block fits
 _ROUND_SEGMENT, _ROUND_BLOCK = 2 * 2**20, 512
 
 _LARGEST = (1, 4, 16, 32, 64)  # the first segment has room for tensors up to the peak divided by one of these
@@ -62,7 +63,7 @@ class Segments:
         self._blocks[name].append((size, segment, offset))
 
     def _segment(self, nbytes: int) -> tuple[int, int, int]:
-        size = LEAST_SEGMENT if 2 * nbytes < LEAST_SEGMENT else -nbytes // _ROUND_SEGMENT * -_ROUND_SEGMENT
+        size = LEAST_SEGMENT if nbytes < LEAST_SEGMENT // 2 else -nbytes // _ROUND_SEGMENT * -_ROUND_SEGMENT
         self.nbytes += size
         self._count += 1
         return size, self._count, 0
@@ -74,6 +75,11 @@ class Segments:
                 self._free.remove(block)
                 size, offset = size + block[0], min(offset, block[2])
         insort(self._free, (size, segment, offset))
+
+
+def is_large(nbytes: int) -> bool:
+    """Whether a tensor of so many bytes has a segment to itself, if no free block fits."""
+    return nbytes >= _LEAST_ALONE
 
 
 def first_segment(events: Sequence[Event]) -> int:

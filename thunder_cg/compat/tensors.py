@@ -14,6 +14,7 @@ import torch
 from torch._C._dynamo import guards as _guards
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version_counter
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import (
@@ -84,6 +85,12 @@ copy_all_: Any = torch._foreach_copy_
 def storage_id(tensor: torch.Tensor) -> int:
     """A number that two tensors have in common if they share their storage."""
     return tensor.untyped_storage()._cdata
+
+
+def is_gone(storage: torch.UntypedStorage) -> Callable[[], bool]:
+    """What says whether nobody has the storage any more. It does not keep the storage."""
+    gone: Callable[[], bool] = StorageWeakRef(storage).expired
+    return gone
 
 
 def keep_with_storage(tensor: torch.Tensor, kept: Any) -> None:

@@ -43,7 +43,7 @@ class OnlyRegion:
         if recorded is None or graph is None or graph.guard is not None:
             raise Unsupported("the trace is not one region")
         self.guard: Guard = recorded.guard
-        self.beside = recorded.beside
+        self.beside, self.spared = recorded.beside, recorded.spared
         self.graph: RegionGraph = graph
         self._program = program
         self._written = program.inputs.written

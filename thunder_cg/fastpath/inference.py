@@ -71,7 +71,7 @@ def inference_fast_path(
     global_state_holds, settings_hold = guard.global_state.holds, region.guard.settings_hold
     attributes = guard.attributes
     # The replay. One that only copies is launched from here.
-    enter, release, beside = arena.pool(device).enter, arena.release, region.beside
+    enter, release, beside, spared = arena.pool(device).enter, arena.release, region.beside, region.spared
     only_copies = is_simple and graph.is_simple and graph.copied_args == [i for i, _ in aligned]
     replay, launch, layouts, empty = graph.replay, graph.graph.replay, graph.outputs.layouts, empty_strided(device.type)
     index = device.index if device.type == "cuda" else None
@@ -132,7 +132,7 @@ def inference_fast_path(
                 copies = [*starmap(empty, layouts)]
         except Exception:  # as in Thunder: the prologue of another cache entry may pass
             return MISS
-        if not arena.try_hold(beside):
+        if not arena.try_hold(beside, spared):
             return MISS
         try:
             enter()
@@ -178,9 +178,7 @@ def inference_fast_path(
 
 def _places_of_copies(graph: RegionGraph) -> list[int]:
     """Which results are the copies that a replay makes, in the order of their layouts."""
-    results = graph.fixed.copy()
-    copies = graph.outputs.allocate(results)
-    return [next(i for i, result in enumerate(results) if result is copy) for copy in copies] if graph.is_simple else []
+    return graph.outputs.copied if graph.is_simple else []
 
 
 def note_last(statistics: Any, entry: CacheEntry) -> None:

@@ -85,7 +85,7 @@ class TrainingFastPath:
             or is_below_autograd()
             or not region.guard.holds(tensors)
             or not self._others.holds(values)
-            or not self._arena.try_hold(region.beside)
+            or not self._arena.try_hold(region.beside, region.spared)
         ):
             return MISS
         call = Call.replaying(program, self._recording)

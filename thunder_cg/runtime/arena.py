@@ -36,10 +36,10 @@ from thunder_cg.compat.autograd import drop_failed_backwards
 from thunder_cg.compat.objects import alive
 from thunder_cg.compat.tensors import are_held_unseen, storage_id, storage_use_count
 from thunder_cg.errors import SkipReason
-from thunder_cg.runtime.backend import Backend, Pool
+from thunder_cg.runtime.backend import Backend, Loan, Pool
 from thunder_cg.runtime.lent import Lent
 
-_NOTHING: frozenset[object] = frozenset()
+_NOTHING: frozenset[Any] = frozenset()
 _FITS = 2 * LEAST_SEGMENT  # bytes: an arena that is so much too large is not much too large
 _MUCH = 32  # a pool that is so many times as large as what a function needs hardly grows with it
 _BUSY = 0.1  # seconds for another thread to end what it does in the arena
@@ -108,6 +108,7 @@ class Arena:
 
     Attributes:
         is_shared: whether calls of several pairs have ever been in it at once.
+        on_loan: where callers may have results in its memory. See Note [Lent results].
     """
 
     def __init__(self, backend: Backend, poison: bool) -> None:
@@ -116,6 +117,7 @@ class Arena:
         self._waiting: dict[object, Waiting] = {}  # by their tokens, the first one first
         self.is_shared = False
         self._pools: dict[torch.device, Pool] = {}
+        self.on_loan: list[Loan] = []
         self._lent: list[Lent] = []  # Note [Lent gradients]
         self._lent_to = 0  # the thread
         self._unmovable: list[int] = []  # how many hold each of those that somebody holds unseen
@@ -127,7 +129,7 @@ class Arena:
         if poison:
             self.release = partial(_poison_and_release, self._pools, self._held, self._lent, self._waiting)
 
-    def try_hold(self, beside: Set[object] = _NOTHING) -> bool:
+    def try_hold(self, beside: Set[object] = _NOTHING, spared: Set[object] | None = None) -> bool:
         """Takes the arena for the caller. False if another call has it, or if somebody held lent gradients.
 
         If they were moved, recordings have been dropped, maybe the one that the caller was about to replay. Those that
@@ -135,17 +137,27 @@ class Arena:
 
         Args:
             beside: tokens of the calls that may wait.
+            spared: the places of results that callers may still have; None: any, as the call replays nothing.
         """
         if not self._held.acquire(False):
             return False
-        if self._waiting and not beside >= self._waiting.keys():
+        may_hold = not self._waiting or beside >= self._waiting.keys()
+        if self.on_loan:
+            places = self.places_on_loan()
+            may_hold = may_hold and (spared is None or spared >= places)
+        if not may_hold:
             self._held.release()
             return False
         return not self._lent or self._take_back()
 
-    def hold(self, beside: Set[object] = _NOTHING) -> bool:
+    def places_on_loan(self) -> set[object]:
+        """Where callers have results in its memory. Only for the holder."""
+        self.on_loan[:] = [loan for loan in self.on_loan if loan.is_held()]
+        return {loan.place for loan in self.on_loan}
+
+    def hold(self, beside: Set[object] = _NOTHING, spared: Set[object] | None = None) -> bool:
         """`try_hold`, and again if that has moved gradients. The caller looks for dropped recordings afterwards."""
-        is_held = self.try_hold(beside) or self.try_hold(beside)
+        is_held = self.try_hold(beside, spared) or self.try_hold(beside, spared)
         if is_held and self._has_moved:
             self.trim()
         return is_held
@@ -434,6 +446,10 @@ class Arenas:
         """Raises the limit while ``pair`` lives, by what each may have."""
         self._pairs.add(pair)
 
+    def recorders(self) -> list[Recorder]:
+        """The pairs, or the step, that have the arenas."""
+        return [*self._pairs]
+
     def hold(
         self, preferred: list[Arena], call_memory: CallMemory | None, join: Callable[[Arena], bool]
     ) -> Arena | None:
@@ -445,14 +461,16 @@ class Arenas:
                 an arena that is much too large to those, and has a new one.
             join: takes an arena in which other calls wait, if it may.
         """
+        spared = None if call_memory is None else _NOTHING  # see Note [Lent results]
         for arena in preferred:
-            if arena.hold():
+            if arena.hold(spared=spared):
                 return arena
         for arena in alive(self._arenas):
             if join(arena):
                 return arena
         is_among_others = call_memory is not None and self.is_another_held()
-        return self._hold_one_of(self._arenas, call_memory.shared if call_memory and is_among_others else None)
+        needed = call_memory.shared if call_memory and is_among_others else None
+        return self._hold_one_of(self._arenas, needed, spared)
 
     def hold_scratch(self, arena: Arena) -> Arena | None:
         """Takes a scratch arena for a backward; None where it should allocate in ``arena``, which its forward did."""
@@ -479,7 +497,9 @@ class Arenas:
             found = alive(self._arenas)
             return found[0] if found else self._add(Arena(self._backend, self._poison), self._arenas)
 
-    def _hold_one_of(self, arenas: list[weakref.ref[Arena]], needed: int | None = None) -> Arena | None:
+    def _hold_one_of(
+        self, arenas: list[weakref.ref[Arena]], needed: int | None = None, spared: Set[object] | None = None
+    ) -> Arena | None:
         """The first free one; with ``needed`` bytes the one that fits best, or a new one if that wastes less."""
         with self._lock:
             found = alive(arenas)
@@ -489,7 +509,7 @@ class Arenas:
                 most = sys.maxsize if is_full else max(needed, _FITS)
                 found = sorted((arena for arena in waste if waste[arena] <= most), key=waste.__getitem__)
             for arena in found:
-                if arena.hold():
+                if arena.hold(spared=spared):
                     return arena
             if is_full:
                 return None

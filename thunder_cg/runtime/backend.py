@@ -61,6 +61,22 @@ class Graph(Protocol):
         """Destroys it, after its work is done if that may be waited for. It refuses to be replayed afterwards."""
 
 
+class Loan(Protocol):
+    """Memory of a pool that a graph writes, and that callers get as it is: see Note [Lent results].
+
+    Attributes:
+        place: its address, and its bytes.
+    """
+
+    place: tuple[int, int]
+
+    def take(self) -> torch.UntypedStorage | None:
+        """The memory for a caller, who owns it; None if somebody has it. It was not taken before the first time."""
+
+    def is_held(self) -> bool:
+        """Whether somebody has it, or a stream that somebody named still uses it."""
+
+
 class Pool(Protocol):
     """The memory of one arena on one device. Only the call that holds the arena may run in it."""
 
@@ -101,6 +117,9 @@ class Pool(Protocol):
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory as ``tensor`` without owning it: the pool may hand the memory out again."""
+
+    def loan(self, tensor: torch.Tensor) -> Loan | None:
+        """How to lend the memory of a result, which a capture made, and which the loan owns. None if it cannot be."""
 
     def owned(self, tensors: Tensors) -> Set[int]:
         """Of what a capture returned: the storages of the pool's memory that nothing but these tensors uses."""

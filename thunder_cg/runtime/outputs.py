@@ -61,7 +61,8 @@ class Outputs:
         copied_out: of each result, whether it is copied out of the pool.
         device: the region's.
         alias: makes of a tensor one that does not own its memory.
-        may_lend: of results to copy out, the storages that callers may get as they are.
+        may_lend: of results to copy out, the storages that callers may get as they are: see Note [Lent gradients] and
+            Note [Lent results].
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class Outputs:
     def _to_lend(
         groups: list[list[tuple[int, torch.Tensor]]], may_lend: Callable[[list[torch.Tensor]], Set[int]]
     ) -> dict[int, torch.Tensor]:
-        """Takes the results that may be lent out of those to copy. See Note [Lent gradients].
+        """Takes the results that may be lent out of those to copy.
 
         A result that another one is a view of is copied, since autograd has to know that: see `_Part`.
         """
@@ -147,6 +148,11 @@ class Outputs:
     def sources(self) -> list[torch.Tensor]:
         """The memory to copy out, one tensor for each storage; first what was copied early, in that order."""
         return [copy.source for copy in self._copies]
+
+    @property
+    def copied(self) -> list[int]:
+        """The results that are copies, in the order of `allocate`, if they are plain."""
+        return [copy.result for copy in self._copies]
 
     @property
     def is_plain(self) -> bool:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from thunder_cg.compat.distributed import ProcessGroup
 from thunder_cg.options import Options
 from thunder_cg.runtime.arena import Arena, Arenas, CallMemory
+from thunder_cg.runtime.backend import Loan
 from thunder_cg.runtime.call import Call
 from thunder_cg.runtime.program_inputs import Moves
 from thunder_cg.runtime.recording import Recording
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from thunder_cg.runtime.selection import Selection
 
 _logger = logging.getLogger(__name__)
+_TAKE_TURNS = 2  # graphs of a layout, with results in places of their own
 _pairs_of_leaves = WeakTensorKeyDictionary()  # by parameter: the pairs whose backwards have a gradient of it
 
 
@@ -47,6 +50,8 @@ class Pair:
         self.first_segment = 0  # bytes; of an arena for both programs
         # See Note [Lent gradients].
         self.lends = options.verify is None and options.memory_budget is None
+        self.lends_results = self.lends  # see Note [Lent results]
+        self._lending_captures: Counter[Any] = Counter()  # by layout
         self.has_moved_gradients = False
         self.backward_varies = False  # whether recordings keep what the forward saved, for other backwards
         self.selection: Selection | None = None  # what times the regions; None if nothing is to be timed
@@ -110,6 +115,26 @@ class Pair:
         for recording in self.recordings:
             if any(trace.lent for trace in recording.traces()):
                 self.discard(recording, "its backward lends gradients")
+
+    # See Note [Lent results].
+
+    def may_lend_again(self, key: Any) -> bool:
+        """Counts a capture of this layout that lends results. False if callers hold too many: they are copied out."""
+        self._lending_captures[key] += 1
+        if self._lending_captures[key] > _TAKE_TURNS:
+            self.lends_results = False
+            for recording in [*self.recordings]:
+                self.discard(recording, "callers hold large results of more calls than graphs take turns")
+        return self.lends_results
+
+    def note_places(self, loans: Sequence[Loan], arena: Arena, ranges: Sequence[tuple[int, int]]) -> None:
+        """A capture lends these in the arena. Earlier recordings spare what is in none of the earlier ``ranges``."""
+        places = [loan.place for loan in loans]
+        new = {place for place in places if not any(start <= place[0] < end for start, end in ranges)}
+        pairs = [pair for pair in self._arenas.recorders() if isinstance(pair, Pair) and pair.call_memory is None]
+        for recording in [each for pair in pairs for each in pair.recordings if each.arena is arena]:
+            if recording.forward is not None:
+                recording.forward.spared |= new
 
     def retire(self, recording: Recording, why: str) -> bool:
         """Drops a recording that did not fit to the end of a call, so that the next call makes one that does.

@@ -20,6 +20,7 @@ from thunder_cg.analysis.memory import MemoryEstimate, parameter_gradients
 from thunder_cg.analysis.ops import process_groups
 from thunder_cg.analysis.partition import PlannedTrace, Region
 from thunder_cg.analysis.rules import Reason
+from thunder_cg.analysis.segments import is_large
 from thunder_cg.analysis.sources import calling_line
 from thunder_cg.analysis.undefined import Routes
 from thunder_cg.compat.autograd import backward_keeps_graph, drop_failed_backwards, in_backward
@@ -58,6 +59,10 @@ _LASTING = 100  # calls after which a capture has paid for itself, so that a mov
 _IN_MEETING = "in a meeting"  # what ranks agree at
 _NOT_TIMED = 'select="measured" times nothing, because it communicates, and ranks have to capture alike'
 _CYCLES = "memory pools were held by outputs in reference cycles, so the garbage collector ran"
+_RESULTS_HELD = (
+    "large results are copied out of the graph, since callers held those of two calls when the next one began; where "
+    "they drop them, as y = model(x) in a loop does, they take no memory of their own"
+)
 _HELD = (
     "gradients are copied out of the graph, since some were held when the next call began; with zero_grad() before it, "
     "they take no memory of their own"
@@ -266,7 +271,8 @@ class Program:
         pair = self.pair
         for recording in pair.recordings:
             assert recording.forward is not None
-            if recording.forward.guard.holds(inputs) and recording.arena.hold(recording.forward.beside):
+            beside, spared = recording.forward.beside, recording.forward.spared
+            if recording.forward.guard.holds(inputs) and recording.arena.hold(beside, spared):
                 if recording.dropped:  # to move what it had lent
                     recording.arena.release()
                     continue
@@ -377,6 +383,8 @@ class Program:
             self._reserve(call)
             return call.switch_to(Mode.WARMUP)
         assert call.arena is not None
+        if self.gives_large and self.pair.lends_results and not self.pair.may_lend_again(call.key):
+            self.counts.remark = self.counts.remark or _RESULTS_HELD
         if call.recording is None:
             call.recording = Recording(call.arena)
             call.arena.trim()  # what warm-ups needed is laid out in another way
@@ -396,6 +404,8 @@ class Program:
         beside = recording.arena.waiting_beside(recording.token)
         graphs: list[RegionGraph | None] = [None] * len(self.regions)
         call.trace = TraceRecording(guard, graphs, self.counts.calls, call.scratch, call.key, beside=beside)
+        if self.gives_large:
+            call.trace.spared = call.arena.places_on_loan()
         call.verifies = self.options.verify is not None
         self._schedule_verification()
         return call.switch_to(Mode.CAPTURE)
@@ -469,6 +479,13 @@ class Program:
         meets = self.collectives is not None and self.collectives.meets()
         verifies = self._is_quarantined or self.counts.calls >= self.verify_after
         return not (meets or verifies or backward_keeps_graph() or skip_reasons.is_watched())
+
+    @cached_property
+    def gives_large(self) -> bool:
+        """Whether results are large enough to be lent, and may be. See Note [Lent results]."""
+        may_lend = self.pair.call_memory is None and self.is_one_region and self.collectives is None
+        outputs = [each for region in self.regions for each in region.io.outputs if each.copied_out]
+        return may_lend and any(is_large(self.ops.values[each.name].nbytes) for each in outputs)
 
     @cached_property
     def is_one_region(self) -> bool:

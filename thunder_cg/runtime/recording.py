@@ -16,6 +16,7 @@ from thunder_cg.runtime.failures import note_replay
 from thunder_cg.runtime.guards import Guard
 from thunder_cg.runtime.inputs import CopiedInput
 from thunder_cg.runtime.lent import Lent
+from thunder_cg.runtime.lent_results import LentResult
 from thunder_cg.runtime.outputs import Outputs
 from thunder_cg.runtime.tensors import copy_all, is_whole
 
@@ -37,7 +38,8 @@ class RegionGraph:
     guarded: tuple[int, ...]
     scalars = slice(0, 0)  # of the arguments: those after the tensors, see Note [Kernel scalars]
     check: Any  # what a verifier has recorded of it, or None
-    lent: Lent | None = None  # results that callers get in the arena's memory
+    lent: Lent | None = None  # gradients that callers get in the arena's memory
+    lent_results: Sequence[LentResult] = ()
     # Arguments whose version advances: not all that may be written are, and not all operators say so.
     touched: frozenset[int] = frozenset()
 
@@ -58,7 +60,7 @@ class RegionGraph:
     def is_simple(self) -> bool:
         """Whether a replay copies arguments in, runs, and copies results out, and nothing else."""
         back = self._copied_back or self._copied_after
-        return self.outputs.is_plain and not (back or self.touched or self._is_flat)
+        return self.outputs.is_plain and not (back or self.touched or self._is_flat or self.lent_results)
 
     def sources(self) -> list[torch.Tensor]:
         """The memory that the graph copies out: of results, and of arguments that it has written."""
@@ -92,6 +94,8 @@ class RegionGraph:
         try:
             targets = [*self.outputs.allocate(results), *[args[i] for i in self._back]]
             sources = self._sources(args)
+            for result in self.lent_results:
+                result.hand_out(results)
         except Exception as error:
             raise ReplayRefused(error) from error
         try:
@@ -144,6 +148,7 @@ class TraceRecording:
     key: Any = None  # the layout that it was captured for
     lent: list[Lent] = field(default_factory=list)  # what its replays lend
     beside: frozenset[object] = frozenset()  # tokens of the calls beside which it may be replayed
+    spared: set[object] = field(default_factory=set)  # places that it does not write to: see Note [Lent results]
 
 
 @dataclass(slots=True, eq=False)

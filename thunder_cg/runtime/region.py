@@ -29,6 +29,7 @@ from thunder_cg.runtime.early_outputs import CopiedEarly, EarlyCopier
 from thunder_cg.runtime.failures import failing_op, is_out_of_memory, note, sentence
 from thunder_cg.runtime.inputs import detached
 from thunder_cg.runtime.lent import Lent
+from thunder_cg.runtime.lent_results import large
 from thunder_cg.runtime.outputs import AliasedInput, Outputs
 from thunder_cg.runtime.recording import RegionGraph
 from thunder_cg.runtime.region_capture import RegionCapture
@@ -335,13 +336,20 @@ class RuntimeRegion:
         borrowed += call.recording.owned.values() if call.recording is not None else ()
         addresses = set(map(_memory, borrowed))
 
-        def may_lend(tensors: list[torch.Tensor]) -> Set[int]:
-            return {storage_id(tensor) for tensor in tensors if _memory(tensor) not in addresses}
+        warms_up = call.mode is Mode.WARMUP
+        lends_results = warms_up and self.lends_results(call)
 
-        lends = self.lends(call) and call.mode is Mode.WARMUP
-        outputs = Outputs(produced, aliased, self.are_copied_out, self.device, pool.alias, may_lend if lends else None)
+        def may_lend(tensors: list[torch.Tensor]) -> Set[int]:
+            own = [tensor for tensor in tensors if _memory(tensor) not in addresses]
+            return large(own).keys() if lends_results else {*map(storage_id, own)}
+
+        lends = may_lend if lends_results or (warms_up and self.lends_gradients(call)) else None
+        outputs = Outputs(produced, aliased, self.are_copied_out, self.device, pool.alias, lends)
         results: list[Any] = [None] * len(produced)
-        if outputs.lent:
+        if lends_results:
+            for i, tensor in outputs.lent.items():  # which owns its memory
+                results[i] = tensor
+        elif outputs.lent:
             lent = Lent(outputs.lent, call.program.pair.stop_lending)
             lent.hand_out(results)
             call.lent.append(lent)
@@ -360,8 +368,13 @@ class RuntimeRegion:
             self._share_ownership(call, results)
         return results
 
-    def lends(self, call: Call) -> bool:
-        """Whether the caller gets what it warms up or captures in the arena's memory. See Note [Lent gradients]."""
+    def lends_results(self, call: Call) -> bool:
+        """Whether the caller gets large results in the arena's memory. See Note [Lent results]."""
+        program = call.program
+        return program.gives_large and program.pair.lends_results and not call.memory.waiting_beside(call.token)
+
+    def lends_gradients(self, call: Call) -> bool:
+        """Whether the caller gets gradients in the arena's memory. See Note [Lent gradients]."""
         pair, is_backward = call.program.pair, call.program.kind == "backward"
         may_lend = not (self._stay_and_copied or self.is_always_verified)
         if not (is_backward and may_lend and pair.lends) or call.scratch is not None:
@@ -374,7 +387,8 @@ class RuntimeRegion:
     def function_in_arena(self, call: Call, args: Sequence[Any]) -> Callable[..., Sequence[Any]]:
         """What a warm-up or a capture runs. It copies nothing early where results are lent."""
         function = self._function(donates=self._donates(call, args))
-        return (lambda inputs, copier: function(inputs)) if self.lends(call) else function
+        lends = self.lends_gradients(call) or self.lends_results(call)
+        return (lambda inputs, copier: function(inputs)) if lends else function
 
     def _donates(self, call: Call, args: Sequence[Any]) -> bool:
         """Whether its ops may write over what is donated: the call owns it, in memory of its own.

@@ -10,12 +10,13 @@ import torch
 
 from thunder_cg.compat.tensors import storage_id, version
 from thunder_cg.errors import CaptureRefused
-from thunder_cg.runtime.backend import sentinels
+from thunder_cg.runtime.backend import Loan, sentinels
 from thunder_cg.runtime.call import Call
 from thunder_cg.runtime.failures import listed
 from thunder_cg.runtime.guards import Guard, OverlapGuard
 from thunder_cg.runtime.inputs import place, with_buffers
 from thunder_cg.runtime.lent import Lent
+from thunder_cg.runtime.lent_results import LentResult, loans
 from thunder_cg.runtime.outputs import Outputs
 from thunder_cg.runtime.recording import RegionGraph
 from thunder_cg.runtime.tensors import is_plain, is_sparse, overlaps_itself
@@ -71,10 +72,15 @@ class RegionCapture:
         versions = {i: version(t) for i in region.written - self.in_pool if not (t := written[i]).is_inference()}
         produced: list[Any] = []
         saved = {*map(storage_id, call.owned.values()), *map(storage_id, self._recording.owned.values())}
-        lends = region.lends(call)
+        lends_gradients, lends_results = region.lends_gradients(call), region.lends_results(call)
+        ranges, on_loan = pool.ranges() if lends_results else (), dict[int, Loan]()
 
         def may_lend(tensors: list[torch.Tensor]) -> Set[int]:
-            return pool.owned(tensors) - saved if lends else set()
+            if lends_results:
+                owned = pool.owned(tensors)
+                on_loan.update(loans(pool, [tensor for tensor in tensors if storage_id(tensor) in owned]))
+                return on_loan.keys()
+            return pool.owned(tensors) - saved if lends_gradients else set()
 
         def sources(results: Sequence[Any]) -> list[torch.Tensor]:
             for output, result in zip(region.io.outputs, results):
@@ -93,8 +99,13 @@ class RegionCapture:
             if inputs:  # the function, which empties the list, was not called
                 call.owned.update((region.input_names[i], inputs[i]) for i in self.in_pool)
         del results
-        if graph.outputs.lent:
-            graph.lent = Lent(graph.outputs.lent, call.program.pair.stop_lending)
+        lent, graph.outputs.lent = graph.outputs.lent, {}
+        if lent and lends_results:
+            arena = call.memory
+            graph.lent_results = [LentResult(i, t, on_loan[storage_id(t)], arena.on_loan) for i, t in lent.items()]
+            call.program.pair.note_places([each.loan for each in graph.lent_results], arena, ranges)
+        elif lent:
+            graph.lent = Lent(lent, call.program.pair.stop_lending)
         graph.outputs.disown()
         graph.touched = frozenset(i for i, before in versions.items() if version(written[i]) != before)
         return produced

@@ -20,11 +20,13 @@ from typing import Any, cast
 import torch
 
 from thunder_cg.compat import distributed, operators
+from thunder_cg.compat.cuda import storage_at
 from thunder_cg.compat.objects import alive, without_garbage_collection
 from thunder_cg.compat.settings import disable_dispatch_modes
 from thunder_cg.compat.tensors import (
     has_memory,
     has_storage,
+    is_gone,
     is_wrapper_type,
     is_zero_tensor,
     storage_id,
@@ -476,6 +478,27 @@ def _once(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+class TapeLoan:
+    """See `Loan`. The tape's tensors have the memory all the time, so callers get a storage of their own for it."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.place = storage.data_ptr(), storage.nbytes()
+        self._memory = storage
+        self._is_gone: Callable[[], bool] = lambda: True
+
+    def take(self) -> torch.UntypedStorage | None:
+        if self.is_held():
+            return None
+        address, nbytes = self.place
+        storage: Any = storage_at(address, self._memory.device, nbytes)
+        storage.kept = self._memory
+        self._is_gone = is_gone(storage)
+        return cast(torch.UntypedStorage, storage)
+
+    def is_held(self) -> bool:
+        return not self._is_gone()
+
+
 class TapePool:
     """What the recordings of one arena allocated."""
 
@@ -485,6 +508,7 @@ class TapePool:
         self._captures = 0
         self._free: list[torch.UntypedStorage] = []  # until the arena is released, when all is free
         self._given: set[int] = set()  # the storages of what the ops got that ran last
+        self._loans: weakref.WeakSet[TapeLoan] = weakref.WeakSet()
 
     def enter(self) -> None:
         """There are no streams on a CPU."""
@@ -537,7 +561,7 @@ class TapePool:
         self._note_made([tensor for step in tape.steps for _, tensor in step.results])
         targets = copied_out(outputs) if copied_out is not None else ()
         self._captures += 1
-        later = partial(self._storages, self._captures)
+        later = partial(self._not_held, self._captures)
         return TapeGraph(tape.steps, free, buffers, targets, sentinels, later), outputs
 
     def _note_made(self, tensors: Tensors) -> None:
@@ -559,6 +583,16 @@ class TapePool:
         self._tensors = [(then, ref) for then, ref in self._tensors if ref() is not None]
         alive = [tensor for then, ref in self._tensors if then >= captures and (tensor := ref()) is not None]
         return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in alive}
+
+    def _not_held(self, captures: int = 0) -> dict[int, torch.UntypedStorage]:
+        """`_storages` but of results that callers have."""
+        held = {loan.place[0] for loan in self._loans if loan.is_held()}
+        return {at: storage for at, storage in self._storages(captures).items() if at not in held}
+
+    def loan(self, tensor: torch.Tensor) -> TapeLoan:
+        loan = TapeLoan(tensor.untyped_storage())
+        self._loans.add(loan)
+        return loan
 
     def forget(self, storage: torch.UntypedStorage) -> None:
         self._free.append(storage)
@@ -585,7 +619,7 @@ class TapePool:
     def poison(self, spared: Tensors = ()) -> None:
         self._free.clear()
         kept = {tensor.untyped_storage().data_ptr() for tensor in spared}
-        _poison(storage for at, storage in self._storages().items() if at not in kept)
+        _poison(storage for at, storage in self._not_held().items() if at not in kept)
 
     def trim(self) -> bool:
         """Memory that nobody owns is free already."""

@@ -10,7 +10,7 @@ Note [Memory for a pool]
     memory runs out, the allocator frees its cache and tries again, but not while this thread allocates from a private
     pool. So this module frees the cache after a warm-up or a capture has failed, and once more before the next
     capture, because what was in the way may be cached by then. What Inductor allocates to time kernels comes from the
-    pool if that has room for it, or is large, so that it needs such memory itself, and begins anew with a first graph.
+    pool if that has room for it, or no graph, since it begins anew with a first one: what is warmed up next uses it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from thunder_cg.analysis.segments import LEAST_SEGMENT
 from thunder_cg.compat import cuda
 from thunder_cg.compat.settings import deterministic_fill
-from thunder_cg.compat.tensors import keep_with_storage
+from thunder_cg.compat.tensors import is_gone, keep_with_storage
 from thunder_cg.compat.torch_compile import timing_kernels_in
 from thunder_cg.runtime.backend import CopiedOut, Function, Tensors
 from thunder_cg.runtime.cuda import copy_nodes
@@ -37,7 +37,6 @@ from thunder_cg.runtime.early_outputs import EarlyCopier
 from thunder_cg.runtime.tensors import copy_all
 
 EARLY_COPY_BYTES = 32 * 2**20  # results wait until they have so many bytes, and are then copied out together
-_LARGE = 16  # a pool of so many times what timing takes is large
 _broken: list[torch.cuda.CUDAGraph] = []  # kept for good: see CudaPool._recover
 
 
@@ -73,6 +72,42 @@ class PrivatePool:
                     self._release(self._index, self.id)
                 except RuntimeError:
                     pass
+
+
+class CudaLoan:
+    """See `Loan`. The allocator says whether anybody has the memory: it hands out no block that is in use.
+
+    Args:
+        storage: of the memory, which nobody else has yet.
+        blocks: how many blocks of its size the pool may have, any of which the allocator may hand out first.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage, blocks: int, allocate: Callable[[int], torch.Tensor]) -> None:
+        self.place = storage.data_ptr(), storage.nbytes()
+        self._blocks, self._allocate = blocks, allocate
+        self._own: torch.UntypedStorage | None = storage  # before it is lent the first time
+        self._is_gone: Callable[[], bool] = lambda: False
+
+    def take(self) -> torch.UntypedStorage | None:
+        storage, self._own = self._own or self._reallocated(), None
+        if storage is not None:
+            self._is_gone = is_gone(storage)
+        return storage
+
+    def is_held(self) -> bool:
+        return self._own is None and self._reallocated() is None
+
+    def _reallocated(self) -> torch.UntypedStorage | None:
+        if not self._is_gone():
+            return None
+        others = []
+        with suppress(RuntimeError):  # too little memory, or a user captures on another thread
+            for _ in range(self._blocks):
+                storage = self._allocate(self.place[1]).untyped_storage()
+                if storage.data_ptr() == self.place[0]:
+                    return storage
+                others.append(storage)
+        return None
 
 
 class CudaPool:
@@ -131,11 +166,11 @@ class CudaPool:
             torch.cuda.empty_cache()  # see Note [Memory for a pool]
             return self._allocate(nbytes)
 
-    def _allocate(self, nbytes: int) -> torch.Tensor:
+    def _allocate(self, nbytes: int, private_pool: PrivatePool | None = None) -> torch.Tensor:
         # If PyTorch fills new memory, a kernel runs, which has to be ordered. Otherwise nothing runs.
         stream = self._capture_stream.stream
         on_stream: Any = self._on_capture_stream() if deterministic_fill() else torch.cuda.stream(stream)
-        with on_stream, cuda.use_pool(self._index, self._private_pool.id):
+        with on_stream, cuda.use_pool(self._index, (private_pool or self._private_pool).id):
             return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", self._index))
 
     def warm_up(self, fn: Function, args: Sequence[Any]) -> Sequence[Any]:
@@ -180,8 +215,8 @@ class CudaPool:
             self._allocates_inside = was_inside
 
     def _has_room_for(self, nbytes: int) -> bool:
-        """Whether a free block has room for so many bytes, and for small ones beside them, or a new segment may."""
-        if not self._graphs and _LARGE * nbytes <= self.nbytes():
+        """Whether there is no graph yet, or a free block has room for so many bytes, and for small ones beside them."""
+        if not self._graphs:
             return True
         blocks = (block for segment in cuda.pool_segments([self._private_pool.id]) for block in segment["blocks"])
         return any(block["state"] == "inactive" and block["size"] >= nbytes + LEAST_SEGMENT for block in blocks)
@@ -272,6 +307,14 @@ class CudaPool:
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         return cuda.alias_without_owning(tensor)
 
+    def loan(self, tensor: torch.Tensor) -> CudaLoan | None:
+        # What a segment begins with is there again when all of the segment is free.
+        storage, segments = tensor.untyped_storage(), cuda.pool_segments([self._private_pool.id])
+        if all(segment["address"] != storage.data_ptr() for segment in segments):
+            return None
+        blocks = sum(segment["total_size"] >= storage.nbytes() for segment in segments)
+        return CudaLoan(storage, blocks, partial(self._allocate, private_pool=self._private_pool))
+
     def owned(self, tensors: Tensors) -> Set[int]:
         return cuda.storages_owned(tensors)
 
@@ -306,6 +349,7 @@ class CudaPool:
 
     def trim(self) -> bool:
         if self._graphs:
+            _free_cache()  # such as results of a warm-up, in a private pool from before
             return False
         self._open_private_pool()
         with suppress(Exception), capturing(self._index):  # the next capture fails as well then, and recovers

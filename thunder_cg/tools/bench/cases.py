@@ -100,26 +100,28 @@ def resnet_training() -> BenchmarkCase:
 _in_float32 = partial(BenchmarkCase, dtype=torch.float32)
 
 
+_GPT = (12, 768, 12, 50304, 512)
+_LLAMA = (16, 2048, 32, 8, 8192, 32000, 512)
+
+
 def _large() -> tuple[BenchmarkCase, ...]:
-    gpt = (12, 768, 12, 50304, 512)
+    return (*_large_forwards(), *_large_trainings())
+
+
+def _large_forwards() -> tuple[BenchmarkCase, ...]:
     return (
         _in_float32(MLP, lambda: Mlp(16, 64), lambda: (floats(8, 64),)),
         BenchmarkCase(SMALL_GPT, lambda: Gpt(12, 128, 4, 512, 128), lambda: (numbers(512, 1, 16),)),
         *(
             BenchmarkCase(
-                f"GPT, width 768, {rows} x {length} tokens", lambda: Gpt(*gpt), partial(_tokens, rows, length)
+                f"GPT, width 768, {rows} x {length} tokens", lambda: Gpt(*_GPT), partial(_tokens, rows, length)
             )
             for rows, length in ((1, 64), (2, 128), (16, 512))
         ),
-        BenchmarkCase(GPT_TRAINING, lambda: Gpt(*gpt), lambda: tokens_and_targets(50304, 2, 128), trains=True),
         BenchmarkCase(
-            "GPT, width 768, training 16 x 512 tokens",
-            lambda: Gpt(*gpt),
-            lambda: tokens_and_targets(50304, 16, 512),
-            trains=True,
-        ),
-        BenchmarkCase(
-            "GPT decode, width 768, a token with a KV cache of 512", lambda: GptDecode(*gpt), lambda: _token(50304, 256)
+            "GPT decode, width 768, a token with a KV cache of 512",
+            lambda: GptDecode(*_GPT),
+            lambda: _token(50304, 256),
         ),
         _in_float32(
             "MLP with .item(), 16 layers, width 64, batch 8", lambda: MlpWithItem(16, 64), lambda: (floats(8, 64),)
@@ -127,6 +129,24 @@ def _large() -> tuple[BenchmarkCase, ...]:
         BenchmarkCase("ResNet-50, 1 image", lambda: ResNet("resnet50", 1000).eval(), lambda: (floats(1, 3, 224, 224),)),
         BenchmarkCase(
             "ResNet-50, 32 images", lambda: ResNet("resnet50", 1000).eval(), lambda: (floats(32, 3, 224, 224),)
+        ),
+        BenchmarkCase(
+            "Llama, 1.1 billion parameters, 1 x 512 tokens",
+            lambda: Llama(*_LLAMA),
+            lambda: (numbers(32000, 1, 512),),
+            exact=False,
+        ),
+    )
+
+
+def _large_trainings() -> tuple[BenchmarkCase, ...]:
+    return (
+        BenchmarkCase(GPT_TRAINING, lambda: Gpt(*_GPT), lambda: tokens_and_targets(50304, 2, 128), trains=True),
+        BenchmarkCase(
+            "GPT, width 768, training 16 x 512 tokens",
+            lambda: Gpt(*_GPT),
+            lambda: tokens_and_targets(50304, 16, 512),
+            trains=True,
         ),
         resnet_training(),
         BenchmarkCase(
@@ -154,21 +174,15 @@ def _large() -> tuple[BenchmarkCase, ...]:
             dtype=torch.float32,
         ),
         BenchmarkCase(
-            "Llama, 1.1 billion parameters, 1 x 512 tokens",
-            lambda: Llama(16, 2048, 32, 8, 8192, 32000, 512),
-            lambda: (numbers(32000, 1, 512),),
-            exact=False,
-        ),
-        BenchmarkCase(
             "Llama, 1.1 billion parameters, training 1 x 512 tokens",
-            lambda: Llama(16, 2048, 32, 8, 8192, 32000, 512),
+            lambda: Llama(*_LLAMA),
             lambda: tokens_and_targets(32000, 1, 512),
             trains=True,
             exact=False,
         ),
         BenchmarkCase(
             "Llama, 1.1 billion parameters, training 1 x 512 tokens with activation checkpointing",
-            lambda: Llama(16, 2048, 32, 8, 8192, 32000, 512, recomputes=True),
+            lambda: Llama(*_LLAMA, recomputes=True),
             lambda: tokens_and_targets(32000, 1, 512),
             trains=True,
             exact=False,
