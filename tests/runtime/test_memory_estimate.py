@@ -21,6 +21,8 @@ from thunder_cg.runtime.arena import CallMemory
 from thunder_cg.runtime.skip_reasons import held_back
 from thunder_cg.runtime.tape import TapePool
 
+MIB = 2**20
+
 
 class Allocated(TorchDispatchMode):
     """The most bytes of memory that live at a time, of those that operators allocate inside."""
@@ -189,3 +191,16 @@ def test_eager_backwards_free_what_they_have_read(deny):
                 compiled(torch.randn(32, 32)).square().mean().backward()
         peaks.append(allocated.peak)
     assert 0 < peaks[1] <= peaks[0] + 1024, peaks
+
+
+def test_the_first_segment_has_no_room_for_results_that_are_lent(backend, device):
+    """A result of 40 MiB gets a segment of its own, and what is below it, 12 MiB at a time, the first one."""
+
+    def fn(x):
+        narrow = torch.relu(x).sin().cos()
+        return torch.cat([narrow, narrow * 2, narrow * 3, narrow * 4, narrow * 5]).tanh()
+
+    graphed = thunder.jit(fn, transforms=[cudagraph_transform(backend=backend)])
+    graphed(torch.randn(2, 2**20, device=device))
+    (program,) = programs(graphed)
+    assert program.gives_large and 0 < program.memory.first_segment <= program.memory.without_graphs - 40 * MIB
