@@ -1654,7 +1654,7 @@ def _twice(y, x):
     part.add_(x[:, :2] ** 2)
 
 
-_WRITES = (_copy_, _copy_by_name_, _add_, _masked_fill_, _zero_, _fill_, _twice, _exp_)
+_WRITES = (_copy_, _copy_by_name_, _copy_without_waiting_, _add_, _masked_fill_, _zero_, _fill_, _twice, _exp_)
 
 
 def _all_writes(y, x):
@@ -1799,18 +1799,6 @@ def test_tensors_of_one_number(backend, device, number):
     assert not report.outside and all(op.verdict != "eager" for op in report.traces[0].ops), report
 
 
-def test_a_slice_is_copied_without_waiting(backend, device):
-    """The second argument by position is no value: the write is not an item then, and Inductor gets it."""
-
-    def fn(x):
-        y = x * 2
-        _copy_without_waiting_(y, x)
-        return y * x
-
-    graphed = trains_alike(Around(fn).to(device), lambda: torch.randn(3, 8, device=device), backend)
-    assert [part.operator for part in explain(graphed).outside] == ["getitem", "copy_"]
-
-
 @pytest.mark.nightly_after(1)
 @pytest.mark.parametrize(
     "add",
@@ -1840,12 +1828,21 @@ def test_index_fill_is_captured(backend, device):
 
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.nightly_after(1)
-def test_index_put_is_left_to_inductor(backend, device, accumulate):
+def test_index_put_is_captured(backend, device, accumulate):
     """Thunder's gradient of it is wrong."""
     rows = torch.tensor([0, 1], device=device)
 
     def fn(x):
         return (x * 2).index_put((rows,), x[:2].sin(), accumulate=accumulate) * x
+
+    assert one_region_each_way(trains_alike(Around(fn).to(device), lambda: torch.randn(3, 8, device=device), backend))
+
+
+def test_index_put_of_what_a_mask_selects_is_left_to_inductor(backend, device):
+    rows = torch.tensor([True, True, False], device=device)
+
+    def fn(x):
+        return (x * 2).index_put((rows,), x[:2].sin()) * x
 
     graphed = trains_alike(Around(fn).to(device), lambda: torch.randn(3, 8, device=device), backend)
     assert [part.operator for part in explain(graphed).outside] == ["index_put"]
@@ -1912,17 +1909,23 @@ def _view_of_cut(y, x):
     y.view(-1)[1:3] = x[0, :2]
 
 
-@pytest.mark.parametrize("write", [_item_of_cut, _sum_of_cut, _view_of_cut])
+def _named_otherwise(y, x):
+    before = y.detach()
+    y[0] = x[0]
+    y.add_(before)
+
+
+@pytest.mark.parametrize("write", [_named_otherwise, _item_of_cut, _sum_of_cut, _view_of_cut])
 @pytest.mark.parametrize("is_inductors", [False, True])
 @pytest.mark.nightly_after(2)
 def test_gradients_of_what_another_piece_made_and_a_piece_writes(monkeypatch, backend, device, write, is_inductors):
     """An argument of the piece that writes, whose gradient Thunder would leave as it was before the write."""
     monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs: graph)
-    rows = torch.tensor([1], device=device)
+    rows = torch.tensor([True, True, False], device=device)
 
     def fn(x):
         y = x * 2
-        z = y.index_put((rows,), x[:1] * 2)  # left to Inductor
+        z = y.index_put((rows,), x[:2] * 2)  # left to Inductor
         if is_inductors:
             y = z
         write(y, x.sin())
@@ -1953,25 +1956,13 @@ def _view_of_view_before(y, x):
 @pytest.mark.parametrize("write", [_item_before, _view_before, _view_of_view_before])
 @pytest.mark.nightly_after(1)
 def test_a_view_that_is_read_after_a_write_to_its_memory(backend, device, write):
-    """Thunder gives the view the gradient that it had before the write. So both are left to Inductor."""
+    """Thunder gives the view the gradient that it had before the write."""
 
     def fn(x):
         y = x * 2
         return torch.cat([write(y, x).sin().flatten(), y.cos().flatten()])
 
     trains_alike(Around(fn).to(device), lambda: torch.randn(3, 8, device=device), backend)
-
-
-def test_other_views_written_in_place(backend, device):
-    """Inductor gets the view, too: PyTorch refuses to write to one that Thunder returns."""
-
-    def fn(x):
-        y = x * 2
-        y.t().add_(x.t() ** 2)
-        return y * x
-
-    graphed = trains_alike(Around(fn).to(device), lambda: torch.randn(3, 8, device=device), backend)
-    assert [part.operator for part in explain(graphed).outside] == ["t", "add_"]
 
 
 def test_a_part_that_is_written_and_read_as_the_whole(monkeypatch, backend, device):

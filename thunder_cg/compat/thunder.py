@@ -395,12 +395,16 @@ def register_function(
     *,
     differentiable: bool = True,
     is_kept: bool = False,
+    meta: Callable[..., TensorProxy] | None = None,
+    backward: Callable[..., Any] | None = None,
 ) -> Symbol:
     """A new symbol of the executor that calls ``function``, and whose backward calls it again, under autograd.
 
     Args:
         id_: of the symbol; traces print it behind the executor's name, since a value of the trace may have its name.
         is_kept: also where nothing uses its results.
+        meta: makes the proxy of its result, if it takes what Thunder makes no fake arguments of, such as slices.
+        backward: computes the gradients of its arguments from them and from the gradient, in place of autograd.
     """
 
     def register(suffix: str, meta: Callable[..., Any], fn: Callable[..., Any]) -> Symbol:
@@ -408,13 +412,20 @@ def register_function(
         symbol = executor.register_operator(name, meta=meta, tags=[OpTags.DONT_DCE] if is_kept else None, fn=fn)
         return replace(symbol, id=id_ + suffix)
 
-    forward = register("", langctx(Languages.TORCH)(meta_adaptor(function)), function)
+    forward = register("", meta or langctx(Languages.TORCH)(meta_adaptor(function)), function)
     augmented_forward_impls[forward.id] = augmented_forward_adaptor(forward)
-    if differentiable:
+    if backward is not None:
+        backward_impls[forward.id] = lambda saved, gradient: backward(*saved[0], gradient)
+    elif differentiable:
         backward_impls[forward.id] = register("_vjp", backward_adaptor(function), partial(_vjp_impl, function))
     else:
         backward_impls[forward.id] = lambda saved, *gradients: (None,) * len(saved[0])
     return forward
+
+
+def proxy_like(proxy: TensorProxy, *, requires_grad: bool, shape: Any = None, dtype: Any = None) -> TensorProxy:
+    """A new value like another one, but for what is given."""
+    return TensorProxy(like=proxy, shape=shape, dtype=dtype, requires_grad=requires_grad)
 
 
 def symbol_of_function(

@@ -25,9 +25,8 @@ from thunder_cg.compat.fx import (
 )
 from thunder_cg.compat.splitter import for_splitter
 from thunder_cg.compat.tensors import tree_leaves
-from thunder_cg.dynamo.in_place import DRAWS
 from thunder_cg.dynamo.nodes import call_before, call_instead, is_number, replace, result_of
-from thunder_cg.dynamo.writes import shares_memory, written_by
+from thunder_cg.dynamo.writes import DRAWS, shares_memory, written_by
 
 _SLICES = 8  # up to as many, a list of numbers is written as slices
 _ARITHMETIC = frozenset([torch.add, torch.div, torch.floor_divide, torch.mul, torch.remainder, torch.sub])
@@ -141,6 +140,23 @@ def make_tensor(node: Node) -> None:
         _make_of_numbers(node)
     elif node.target is torch.as_tensor and isinstance(example(source), torch.Tensor) and not is_of_array(node):
         call_instead(node, torch.Tensor.to, source, result.device, result.dtype)
+
+
+def store_at_tensors(node: Node) -> None:
+    """``y[[0, 2]] = z`` is ``y[torch.tensor([0, 2])] = z``, of which nothing is copied from the host then."""
+    if node.target is not operator.setitem:
+        return
+    tensor, index = example(node.args[0]), node.args[1]
+
+    def made(part: Any) -> Any:
+        if not isinstance(part, list) or not part or not all(type(number) is int for number in part):
+            return part
+        result = tensor.new_empty(len(part), dtype=torch.int64)
+        numbers = call_before(node, torch.tensor, (part,), {"device": tensor.device}, result=result)
+        _make_of_numbers(numbers)
+        return numbers
+
+    node.update_arg(1, tuple(map(made, index)) if isinstance(index, tuple) else made(index))
 
 
 def name_legacy_constructor(node: Node) -> None:

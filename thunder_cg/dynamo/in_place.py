@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 import types
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -15,13 +15,22 @@ from torch.nn import functional as F
 
 from thunder_cg.compat.fx import GET_DATA, compute_with_grad_mode, example, without_gradient
 from thunder_cg.compat.splitter import is_differentiable, is_supported
-from thunder_cg.compat.tensors import shares_storage
+from thunder_cg.compat.tensors import shares_storage, tensors_in
 from thunder_cg.compat.thunder import symbols_of_functions
-from thunder_cg.dynamo import operators
-from thunder_cg.dynamo.nodes import call_before, call_instead, later, result_of, use_later
-from thunder_cg.dynamo.writes import IN_PLACE, ancestors, is_named_in_place, requires_grad, untracked_writes
+from thunder_cg.dynamo import copies, operators
+from thunder_cg.dynamo.nodes import call_before, call_instead, first_argument, later, result_of, use_later
+from thunder_cg.dynamo.writes import (
+    DRAWS,
+    IN_PLACE,
+    NEW,
+    ancestors,
+    is_alike,
+    out_of_place,
+    requires_grad,
+    untracked_writes,
+    written_by,
+)
 
-NEW = "thunder_cg.new"  # of nodes whose results are in new memory, unlike their examples
 _MAKE_NEW = frozenset(
     [
         *(torch.empty, torch.empty_like, torch.zeros, torch.zeros_like, "new_empty", "new_zeros"),
@@ -29,7 +38,6 @@ _MAKE_NEW = frozenset(
     ]
 )
 _NOT_IN_PLACE = frozenset([F.dropout, operator.and_, operator.or_, operator.xor])  # in Thunder
-DRAWS = frozenset(["bernoulli_", "exponential_", "normal_", "uniform_"])
 
 
 def write_as_thunder_does(graph: Graph, nodes: Sequence[Node], options: dict[str, Any]) -> None:
@@ -42,12 +50,14 @@ def write_as_thunder_does(graph: Graph, nodes: Sequence[Node], options: dict[str
         _reshape_out_of_place(node)
     for node in nodes:
         _name_inplace(node)
+    no_grad, writes = without_gradient(graph), [(node, example(written_by(node))) for node in graph.nodes]
+    lost = [each for node, of in writes for each in tensors_in(of) if node.name in no_grad or not each.requires_grad]
     untracked, trains = untracked_writes(graph), any(requires_grad(example(node)) for node in nodes)
     derived: dict[Any, bool] = {}
     for node in nodes:
         if node.name not in untracked:
+            copies.write_to_copy(node, no_grad, lost)
             compute_out_of_place(node, has_gradient=trains and node.target not in DRAWS)
-            _write_slice_as_item(node)
             _copy_what_is_written(node, options, derived, trains=trains)
 
 
@@ -58,7 +68,7 @@ def _copy_to_out(node: Node) -> None:
         return
     kwargs = {name: value for name, value in node.kwargs.items() if name != "out"}
     fresh = result_of(F.normalize, node.args, kwargs)
-    if _is_alike(fresh, out):
+    if is_alike(fresh, out):
         computed = call_before(node, operators.normalize(), node.args, kwargs, result=fresh)
         call_instead(node, torch.Tensor.copy_, node.kwargs["out"], computed)
 
@@ -126,18 +136,17 @@ def compute_out_of_place(node: Node, *, has_gradient: bool = False) -> None:
 
     Thunder's backward reads what the operator has overwritten, so its gradients would be wrong. It has no `iand`.
     """
-    function, written, result = _out_of_place(node), _first(node), example(node)
+    function, written, result = out_of_place(node), first_argument(node), example(node)
     if function is None or not isinstance(written, Node) or not isinstance(result, torch.Tensor):
         return
     if not (has_gradient or result.requires_grad or function in _NOT_IN_PLACE):
         return
-    is_put_back = _is_put_back(node)
+    is_put_back = _is_put_back(node) and not result.requires_grad
     if not is_put_back and _has_other_names(result, (written, node)):
         return
     kwargs = {**node.kwargs, "inplace": False} if "inplace" in node.kwargs else node.kwargs
-    if _is_alike(result_of(function, node.args, kwargs), result):
-        args = _kept_for_backward(node, function) if is_put_back else node.args
-        call_instead(node, function, *args, **kwargs)
+    if is_alike(result_of(function, node.args, kwargs), result):
+        call_instead(node, function, *node.args, **kwargs)
         node.meta[NEW] = True  # its example is what was written: later nodes are known to share memory with that
         use_later(node, written, node)
 
@@ -148,48 +157,6 @@ def _is_put_back(node: Node) -> bool:
     put: Any = node.next
     is_put = put.target is operator.setitem and item.target is operator.getitem and put.args == (*item.args, node)
     return is_put and node.target in IN_PLACE and [*item.users] == [node] and [*node.users] == [put]
-
-
-def _kept_for_backward(node: Node, function: Callable[..., Any]) -> tuple[Any, ...]:
-    """Arguments of an operator whose first one is a slice that its result overwrites, with a copy of what the backward
-    may read: ``y[0] *= z`` is ``y[0] = y[0].clone() * z``.
-    """
-    name = getattr(function, "__name__", "").strip("_")
-    others = [example(other) for other in node.all_input_nodes if other is not node.args[0]]
-    is_linear = name in ("div", "mul", "truediv") and not any(map(requires_grad, others))
-    if is_linear or name in ("add", "masked_fill", "sub"):
-        return node.args
-    copy = call_before(node, torch.clone, node.args[:1], result=result_of(torch.clone, node.args[:1]))
-    return (copy, *node.args[1:])
-
-
-def _write_slice_as_item(node: Node) -> None:
-    """``y[:, 0].add_(z)`` is ``y[:, 0] = y[:, 0] + z``: Thunder loses gradients of what is written through a view."""
-    written: Any = _first(node)
-    if node.op != "call_method" or not isinstance(written, Node) or written.target is not operator.getitem:
-        return
-    whole: Any
-    index: Any
-    whole, index = written.args
-    base, result = example(whole), example(node)
-    if not isinstance(base, torch.Tensor) or not isinstance(result, torch.Tensor) or not result.requires_grad:
-        return
-    function = _out_of_place(node)
-    item: Any = 0.0 if node.target == "zero_" else None
-    if node.target in ("copy_", "fill_") and len(node.args) == 2:
-        item = node.args[1]
-    if not shares_storage(result, base) or _has_other_names(base, (whole, written, node)):
-        return
-    fresh = result_of(function, node.args, node.kwargs) if function is not None else None
-    if (fresh is None and item is None) or shares_storage(fresh, base):  # `unsqueeze_` writes nothing
-        return
-    if function is not None:
-        item = call_before(node, function, _kept_for_backward(node, function), node.kwargs, result=fresh)
-    call_before(node, operator.setitem, (whole, index, item), result=None)
-    again = call_before(node, operator.getitem, (whole, index), result=example(written))
-    node.replace_all_uses_with(again)
-    use_later(node, written, again)
-    node.graph.erase_node(node)
 
 
 def _copy_what_is_written(node: Node, options: dict[str, Any], derived: dict[Any, bool], *, trains: bool) -> None:
@@ -208,9 +175,9 @@ def _copy_what_is_written(node: Node, options: dict[str, Any], derived: dict[Any
     if node.target in DRAWS or (is_known and not (trains and result.is_floating_point())):
         return
     fills = node.target == "fill_" and _fits(node.args[-1], result)
-    function: Any = torch.full_like if fills else _out_of_place(node)
+    function: Any = torch.full_like if fills else out_of_place(node)
     fresh = result_of(function, node.args, node.kwargs) if function is not None else None
-    if fresh is None or not _is_alike(fresh, result) or shares_storage(fresh, result):
+    if fresh is None or not is_alike(fresh, result) or shares_storage(fresh, result):
         return
     computed = call_before(node, function, node.args, node.kwargs, result=fresh)
     if is_known and function not in derived:
@@ -233,7 +200,7 @@ def keep_gradients(graph: Graph) -> None:
 
 
 def _keep_gradient(node: Node, untracked: Collection[str]) -> None:
-    target, function, after = _first(node), _out_of_place(node), later(node)
+    target, function, after = first_argument(node), out_of_place(node), later(node)
     is_data = isinstance(target, Node) and target.target is GET_DATA
     tensor: Any = target.args[0] if is_data else target
     if function is None or not isinstance(tensor, Node) or (is_data and node.users) or after.isdisjoint(tensor.users):
@@ -249,7 +216,7 @@ def _keep_gradient(node: Node, untracked: Collection[str]) -> None:
     detached = call_before(node, torch.Tensor.detach, (tensor,), result=result_of(torch.Tensor.detach, (tensor,)))
     args = (detached, *node.args[1:])
     fresh = result_of(function, args, node.kwargs)
-    if not _is_alike(fresh, example(tensor)):
+    if not is_alike(fresh, example(tensor)):
         return
     values = call_before(node, function, args, node.kwargs, result=fresh)
     use_later(node, tensor, node)
@@ -282,26 +249,6 @@ def draw_out_of_place(node: Node) -> None:
 def _fits(number: Any, tensor: torch.Tensor) -> bool:
     """Whether it is a number that a tensor may hold as it is."""
     return isinstance(number, int) or (isinstance(number, float) and tensor.is_floating_point())
-
-
-def _is_alike(fresh: torch.Tensor, written: torch.Tensor) -> bool:
-    return (fresh.dtype, fresh.shape) == (written.dtype, written.shape)
-
-
-def _first(node: Node) -> Any:
-    return node.args[0] if node.args else None
-
-
-def _out_of_place(node: Node) -> Callable[..., Any] | None:
-    """The operator that computes what an operator in place writes to its first argument."""
-    if node.op == "call_function" and node.target in IN_PLACE:
-        return IN_PLACE[node.target]
-    if callable(node.target) and node.kwargs.get("inplace") is True:
-        return node.target
-    if node.op == "call_method" and is_named_in_place(node):
-        function = getattr(torch.Tensor, str(node.target)[:-1], None)
-        return function if callable(function) else None
-    return None
 
 
 def _has_other_names(tensor: torch.Tensor, known: tuple[Node, ...]) -> bool:

@@ -78,6 +78,10 @@ def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
+def first_argument(node: Node) -> Any:
+    return node.args[0] if node.args else None
+
+
 def arguments(node: Node, *names: str) -> dict[str, Any]:
     """The arguments of a node by name, those by position in the order of the names."""
     return {**dict(zip(names, node.args)), **node.kwargs}

@@ -23,8 +23,10 @@ from thunder_cg.compat.thunder import (
     OperatorExecutor,
     current_trace,
     get_compile_data,
+    proxy_like,
     register_executor,
     register_function,
+    requires_grad,
     to_torch_device,
     to_torch_dtype,
     trace_as,
@@ -119,8 +121,8 @@ def _symbol(
     function: Callable[..., Any],
     runs: Callable[..., Any] | None = None,
     *,
-    differentiable: bool = True,
     decomposed: Callable[..., Any] | None = None,
+    **options: Any,
 ) -> Callable[..., Any]:
     """What a graph calls for a new symbol of this name: the symbol in a trace; the function where Inductor got the
     checkpointed function that it is called in.
@@ -128,8 +130,9 @@ def _symbol(
     Args:
         runs: what the symbol runs, if not the function.
         decomposed: what a trace has instead if it is compiled with `kernels.executors`, which fuse it.
+        options: those of `register_function`.
     """
-    symbol = register_function(executor, name, runs or function, differentiable=differentiable)
+    symbol = register_function(executor, name, runs or function, **options)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if current_trace() is None:
@@ -303,6 +306,68 @@ def _float_mask(mask: torch.Tensor | None, *_: Any, target_type: torch.dtype, **
     if mask is None or mask.is_floating_point():
         return mask
     return torch.zeros_like(mask, dtype=target_type).masked_fill(mask, -torch.inf)
+
+
+_RESHAPE = frozenset(["flatten", "reshape", "view"])
+VIEWS = _RESHAPE | {"diagonal", "getitem", "movedim", "moveaxis", "narrow", "permute", "select", "squeeze", "swapaxes"}
+VIEWS |= {"swapdims", "t", "transpose", "unflatten", "unsqueeze"}
+Views = tuple[tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]], ...]  # names, arguments, and those by name
+
+
+def reshapes(views: Views) -> bool:
+    """Whether a view is one only for some strides."""
+    return any(name in _RESHAPE for name, *_ in views)
+
+
+def _shown(tensor: torch.Tensor, views: Views) -> torch.Tensor:
+    for name, args, kwargs in views:
+        method = {"getitem": "__getitem__", "view": "reshape"}.get(name, name)
+        tensor = getattr(tensor, method)(*args, **dict(kwargs))
+    return tensor
+
+
+def _write_to_copy(tensor: torch.Tensor, index: Any, value: Any, views: Views, accumulate: bool) -> torch.Tensor:
+    copy = tensor.clone(memory_format=torch.contiguous_format if reshapes(views) else torch.preserve_format)
+    part = _shown(copy, views)
+    if not isinstance(value, torch.Tensor):  # where the index is a tensor, PyTorch would copy a number to the device
+        value = torch.full((), value, dtype=part.dtype, device=part.device)
+    if accumulate:
+        part.index_put_(index, value, accumulate=True)
+    else:
+        part[index] = value
+    return copy
+
+
+def _read_written(
+    gradient: torch.Tensor, index: Any, views: Views, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    part = _shown(gradient, views)[index].to(to_torch_dtype(dtype)).contiguous()  # of which autograd sums
+    return part.sum_to_size(shape[max(len(shape) - part.dim(), 0) :]).reshape(shape)
+
+
+@cache
+def write_to_copy() -> Callable[..., Any]:
+    """A copy of a tensor, with a value written at an index of a view of it. The gradients are PyTorch's.
+
+    Its arguments are the tensor, the index, the value, the views that the index is of, one of the other, and whether
+    the value is added.
+    """
+
+    def backward(tensor: Any, index: Any, value: Any, views: Views, accumulate: bool, gradient: Any) -> Any:
+        kept = gradient if accumulate else write(gradient, index, 0, views, False)
+        is_tensor = hasattr(value, "dtype")
+        given = read(gradient, index, views, tuple(value.shape), value.dtype) if is_tensor else None
+        return kept, None, given, None, None
+
+    def like_first(tensor: Any, index: Any, value: Any, *_: Any) -> Any:
+        return proxy_like(tensor, requires_grad=requires_grad(tensor) or requires_grad(value))
+
+    def like_value(gradient: Any, index: Any, views: Views, shape: tuple[int, ...], dtype: Any) -> Any:
+        return proxy_like(gradient, requires_grad=False, shape=shape, dtype=dtype)
+
+    write = _symbol("write_to_copy", _write_to_copy, meta=like_first, backward=backward)
+    read = _symbol("read_written", _read_written, meta=like_value, differentiable=False)
+    return write
 
 
 def _overwrite(tensor: torch.Tensor, values: torch.Tensor, is_data: bool) -> torch.Tensor:

@@ -25,10 +25,10 @@ from thunder_cg.compat.fx import (
 )
 from thunder_cg.compat.splitter import is_differentiable, is_supported
 from thunder_cg.compat.tensors import is_cpu_scalar, tensors_in, tree_leaves
-from thunder_cg.dynamo import autograd_functions, calls, constants, in_place, own_symbols
+from thunder_cg.dynamo import autograd_functions, calls, constants, copies, in_place, own_symbols
 from thunder_cg.dynamo.layouts import LIKE, lay_out_before_strides, make_as_laid_out
 from thunder_cg.dynamo.nodes import call_instead, replace
-from thunder_cg.dynamo.writes import requires_grad, shares_memory, written_by
+from thunder_cg.dynamo.writes import DRAWS, NEW, requires_grad, shares_memory, written_by
 
 
 def _drop_unused(node: Node) -> None:
@@ -38,7 +38,7 @@ def _drop_unused(node: Node) -> None:
 
 # What is done with a call, by its function or the name of its method.
 _CALLS: dict[Any, Callable[[Node], None]] = {
-    **dict.fromkeys(in_place.DRAWS, in_place.draw_out_of_place),
+    **dict.fromkeys(DRAWS, in_place.draw_out_of_place),
     **dict.fromkeys(LIKE, make_as_laid_out),
     **dict.fromkeys(constants.OF_NUMBERS, constants.name_function_of_numbers),
     **dict.fromkeys((torch.as_tensor, torch.tensor), constants.make_tensor),
@@ -49,6 +49,7 @@ _CALLS: dict[Any, Callable[[Node], None]] = {
     torch.cat: calls.drop_empty_parts,
     **dict.fromkeys((torch.broadcast_shapes, torch.cuda.get_device_capability), _drop_unused),
     torch.einsum: calls.pass_each_operand,
+    **dict.fromkeys(("index_put", torch.index_put), copies.put_to_copy),
     **dict.fromkeys((torch.imag, torch.real), calls.take_part_to_new_memory),
     F.embedding: calls.embed_with_padding,
     F.multi_head_attention_forward: own_symbols.trace_multi_head_attention,
@@ -80,6 +81,7 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
     nodes = [node for node in module.graph.nodes if node.name not in transformed]
     for node in nodes:
         calls.cast_as_autocast_does(node)
+        constants.store_at_tensors(node)
     in_place.write_as_thunder_does(module.graph, nodes, options)
     for node in nodes:
         calls.name_as_thunder_does(node)
@@ -171,6 +173,6 @@ def _leave_out_of_backward(graph: Graph, transformed: frozenset[str], options: d
         has_gradient = any(map(requires_grad, tree_leaves(example(node))))
         if not is_call or has_gradient or not any(tensor.is_floating_point() for tensor in tensors_in(inputs)):
             continue
-        is_fresh = in_place.NEW in node.meta or not (written_by(node) or shares_memory(inputs, example(node)))
+        is_fresh = NEW in node.meta or not (written_by(node) or shares_memory(inputs, example(node)))
         if is_fresh and is_supported(node, options, with_gradient=False) and not is_differentiable(node, options):
             compute_with_grad_mode(node, enabled=False)

@@ -22,6 +22,9 @@ IN_PLACE = {
     for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 }
 
+NEW = "thunder_cg.new"  # of nodes whose results are in new memory, unlike their examples
+DRAWS = frozenset(["bernoulli_", "exponential_", "normal_", "uniform_"])  # as methods that write
+
 # Draws that Thunder writes with random numbers of a shape, which wait for nothing. By name, those whose numbers are not
 # PyTorch's in training anyway, or that draw nothing without dropout.
 _WAIT_FOR_NOTHING = frozenset(
@@ -40,6 +43,22 @@ def is_named_in_place(node: Node) -> bool:
     """
     name = operator_name(node)
     return name.endswith("_") and not (name.endswith("__") or iskeyword(name[:-1]))
+
+
+def out_of_place(node: Node) -> Callable[..., Any] | None:
+    """The operator that computes what an operator in place writes to its first argument."""
+    if node.op == "call_function" and node.target in IN_PLACE:
+        return IN_PLACE[node.target]
+    if callable(node.target) and node.kwargs.get("inplace") is True:
+        return node.target
+    if node.op == "call_method" and is_named_in_place(node):
+        function = getattr(torch.Tensor, str(node.target)[:-1], None)
+        return function if callable(function) else None
+    return None
+
+
+def is_alike(fresh: torch.Tensor, written: torch.Tensor) -> bool:
+    return (fresh.dtype, fresh.shape) == (written.dtype, written.shape)
 
 
 def replaces_memory(node: Node) -> bool:

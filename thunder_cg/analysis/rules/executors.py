@@ -85,6 +85,9 @@ RULES: tuple[Rule, ...] = (
           settings=Settings.NONE),
     *rows("torch_ops", "laid_out", CAPTURED, Evidence.KNOWN, settings=Settings.NONE, aliases=FIRST),
     *rows("torch_ops", "overwrite", CAPTURED, Evidence.KNOWN, settings=Settings.NONE, aliases=FIRST, writes=FIRST),
+    *rows("torch_ops", "write_to_copy", CAPTURED, Evidence.KNOWN, conditions=(when.SCALAR_INDEX, when.BOOLEAN_INDEX)),
+    *rows("torch_ops", "read_written", CAPTURED, Evidence.KNOWN, aliases=FIRST,
+          conditions=(when.SCALAR_INDEX, when.BOOLEAN_INDEX)),
     *rows("torch_ops", "laid_out_vjp", CAPTURED, Evidence.KNOWN, settings=Settings.NONE, aliases=ALL),
     *rows("torch_ops", """
         index_add index_add_vjp lstm_cell_each lstm_cell_each_vjp scatter_masked scatter_masked_vjp
