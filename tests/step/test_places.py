@@ -454,6 +454,52 @@ def test_numbers_that_grow(step_twins):
     assert step.replays >= 6, step.in_python
 
 
+class Smoothed:
+    """Counts how often its mean is set."""
+
+    def __init__(self, mean):
+        self._mean, self.times = mean, 0
+
+    @property
+    def mean(self):
+        return self._mean
+
+    @mean.setter
+    def mean(self, value):
+        self._mean = value
+        self.times += 1
+
+
+def set_later(smoothed, value):
+    smoothed._mean = value
+    smoothed.times += 10
+
+
+class SmoothedLater(Smoothed):
+    mean = property(lambda self: self._mean, set_later)
+
+
+@pytest.mark.parametrize("kind", [Smoothed, SmoothedLater])
+def test_what_a_property_does_when_it_is_set(step_twins, kind):
+    """No name leads to that function, which Python calls by itself."""
+
+    def run(graphed):
+        smoothed, found = kind(torch.zeros(2, device=step_twins.device)), []
+
+        def fn(x):
+            smoothed.mean = 0.9 * smoothed.mean + x
+            return x
+
+        step = graphed(fn)
+        for _ in range(8):
+            step(torch.rand(2, device=step_twins.device))
+            found.append([smoothed.mean.clone(), smoothed.times])
+        return found, step
+
+    step = step_twins.both(run)
+    assert step.replays >= 3, step.in_python
+
+
 def histories(model):
     device = model[0].weight.device
     keeper = Keeper(model)

@@ -36,7 +36,7 @@ import types
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -635,11 +635,18 @@ def _owner(frame: types.FrameType, code: types.CodeType) -> tuple[Any, types.Fun
     first: Any = frame.f_locals.get(code.co_varnames[0])
     is_class = issubclass(type(first), type)  # isinstance() would look up an attribute
     for kind in (*type(first).__mro__, *(first.__mro__ if is_class else ())):
-        member = vars(kind).get(code.co_name)
-        member = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
-        if (method := _with_code(member, code)) is not None:
-            return first, method
+        named = vars(kind).get(code.co_name)
+        for member in (getattr(named, "__func__", named), *_properties(kind)):
+            if (method := _with_code(member, code)) is not None:
+                return first, method
     return None, None
+
+
+def _properties(kind: type) -> Iterator[Any]:
+    """What the properties that a class defines call, by whatever name."""
+    for member in vars(kind).values():
+        if isinstance(member, property):
+            yield from (member.fget, member.fset, member.fdel)
 
 
 def _with_code(value: Any, code: types.CodeType) -> types.FunctionType | None:
