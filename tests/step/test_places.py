@@ -326,6 +326,22 @@ def test_what_is_carried_in_a_list_may_be_changed(step_twins):
     assert step.replays >= 7 and step.captures == 3, step.in_python
 
 
+def test_a_list_to_which_the_step_appends_and_from_which_it_takes(step_twins):
+    """The step reads what is in the list, too, which is as long afterwards."""
+
+    def make(model):
+        last = [torch.zeros((), device=model[0].weight.device), torch.ones((), device=model[0].weight.device)]
+
+        def keep(loss, logits):
+            last.append(loss.detach() + last.pop(0))
+            return sum(last)
+
+        return keep, lambda: [*last], last
+
+    step = step_twins.both(partial(train_with, step_twins, make, lambda i, last: None, 9))
+    assert step.captures == 1 and step.replays >= 4, step.in_python
+
+
 def train_with(step_twins, make, between, calls, graphed):
     """`train` with what ``make`` returns behind its first two results, which ``between`` gets."""
     kept = []

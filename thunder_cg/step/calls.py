@@ -122,6 +122,9 @@ _COMPARED_PYTHON: dict[types.CodeType, Callable[..., Any]] = {
 _UNCOMPARED = {eval, exec, __import__, input, open, decimal.getcontext, weakref.getweakrefcount, weakref.getweakrefs}
 _UNCOMPARED_PYTHON = importlib.import_module, threading.active_count, threading.enumerate, uuid.uuid1
 _UNCOMPARED_CODE = {each.__code__ for each in _UNCOMPARED_PYTHON}
+# What may lead to anything, which the step may then change, so that nothing would know what to undo.
+_LEAD_ANYWHERE = {eval, exec, __import__, sys._getframe, gc.get_objects, gc.get_referrers, gc.get_referents}
+_LEAD_ANYWHERE |= {weakref.getweakrefs, importlib.import_module.__code__, threading.enumerate.__code__}
 _ENVIRONMENT = {vars(type(os.environ))[name].__code__ for name in ("__getitem__", "__iter__", "__len__")}
 # Modules of Python's library whose other functions depend on their arguments alone, or on what is seen otherwise.
 _STEADY = {
@@ -303,7 +306,8 @@ class Calls:
                 self.getters[partial(compared, *arguments)] = None
         elif _is_uncompared_code(code, str(frame.f_globals.get("__name__"))):
             if _is_called_by_user(frame.f_back):
-                self._object(frame, f"what {code.co_name}() gives {_UNSEEN_THERE}", _CALL_BEFORE, weak=True)
+                stops = code in _LEAD_ANYWHERE
+                self._object(frame, f"what {code.co_name}() gives {_UNSEEN_THERE}", _CALL_BEFORE, weak=True, stops=stops)
         elif code in _READS_OF_TENSORS_IN_PYTHON:
             if self._is_of_graph(owner := frame.f_locals["self"]) and _is_called_by_user(frame.f_back):
                 self._object_to_read(frame, _READS_OF_TENSORS_IN_PYTHON[code])
@@ -339,7 +343,7 @@ class Calls:
                 self._object(frame, problem, "draw with torch on the device", weak=True)
         elif called is globals:
             if _is_users(frame.f_code, frame.f_globals):
-                self._object(frame, f"what globals() gives {_UNSEEN_THERE}", "name what the step needs")
+                self._object(frame, f"what globals() gives {_UNSEEN_THERE}", "name what the step needs", stops=True)
         elif called is open:
             if _is_called_by_user(frame):
                 self._object(frame, "the step opens a file{at}, and no replay would", _OUTSIDE, weak=True)
@@ -353,7 +357,8 @@ class Calls:
                 self._object(frame, f"the step calls {name}(){{at}}, and no replay would", _OUTSIDE, stops=True)
         elif _is_uncompared(called):
             if _is_called_by_user(frame):
-                self._object(frame, f"what {name}() gives {_UNSEEN_THERE}", _CALL_BEFORE, weak=True)
+                stops = called in _LEAD_ANYWHERE or name == "__subclasses__"
+                self._object(frame, f"what {name}() gives {_UNSEEN_THERE}", _CALL_BEFORE, weak=True, stops=stops)
         elif isinstance(owner, torch.Generator):
             self._note_generator(frame, name)
         elif isinstance(owner, torch.cuda.Event) and name == "record":
