@@ -123,8 +123,9 @@ _UNCOMPARED = {eval, exec, __import__, input, open, decimal.getcontext, weakref.
 _UNCOMPARED_PYTHON = importlib.import_module, threading.active_count, threading.enumerate, uuid.uuid1
 _UNCOMPARED_CODE = {each.__code__ for each in _UNCOMPARED_PYTHON}
 # What may lead to anything, which the step may then change, so that nothing would know what to undo.
-_LEAD_ANYWHERE = {eval, exec, __import__, sys._getframe, gc.get_objects, gc.get_referrers, gc.get_referents}
-_LEAD_ANYWHERE |= {weakref.getweakrefs, importlib.import_module.__code__, threading.enumerate.__code__}
+_LEAD_ANYWHERE: set[Any] = {eval, exec, __import__, "_getframe", "__subclasses__", weakref.getweakrefs}
+_LEAD_ANYWHERE |= {gc.get_objects, gc.get_referrers, gc.get_referents}
+_LEAD_ANYWHERE |= {importlib.import_module.__code__, threading.enumerate.__code__}
 _ENVIRONMENT = {vars(type(os.environ))[name].__code__ for name in ("__getitem__", "__iter__", "__len__")}
 # Modules of Python's library whose other functions depend on their arguments alone, or on what is seen otherwise.
 _STEADY = {
@@ -306,8 +307,7 @@ class Calls:
                 self.getters[partial(compared, *arguments)] = None
         elif _is_uncompared_code(code, str(frame.f_globals.get("__name__"))):
             if _is_called_by_user(frame.f_back):
-                stops = code in _LEAD_ANYWHERE
-                self._object(frame, f"what {code.co_name}() gives {_UNSEEN_THERE}", _CALL_BEFORE, weak=True, stops=stops)
+                self._object_to_result(frame, code.co_name, code in _LEAD_ANYWHERE)
         elif code in _READS_OF_TENSORS_IN_PYTHON:
             if self._is_of_graph(owner := frame.f_locals["self"]) and _is_called_by_user(frame.f_back):
                 self._object_to_read(frame, _READS_OF_TENSORS_IN_PYTHON[code])
@@ -357,8 +357,7 @@ class Calls:
                 self._object(frame, f"the step calls {name}(){{at}}, and no replay would", _OUTSIDE, stops=True)
         elif _is_uncompared(called):
             if _is_called_by_user(frame):
-                stops = called in _LEAD_ANYWHERE or name == "__subclasses__"
-                self._object(frame, f"what {name}() gives {_UNSEEN_THERE}", _CALL_BEFORE, weak=True, stops=stops)
+                self._object_to_result(frame, name, not _LEAD_ANYWHERE.isdisjoint((called, name)))
         elif isinstance(owner, torch.Generator):
             self._note_generator(frame, name)
         elif isinstance(owner, torch.cuda.Event) and name == "record":
@@ -385,6 +384,9 @@ class Calls:
             self.objection = SkipReason(problem.format(at=_line(frame, code)), fix)
         if stops:
             raise CaptureRefused(*self.objection)
+
+    def _object_to_result(self, frame: types.FrameType, name: str, stops: bool) -> None:
+        self._object(frame, f"what {name}() gives {_UNSEEN_THERE}", _CALL_BEFORE, weak=True, stops=stops)
 
     def _object_to_read(self, frame: types.FrameType, method: str) -> None:
         fix = "return the tensor, and read it outside of the step"
