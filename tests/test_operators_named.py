@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import warnings
 
 import pytest
 import thunder
 import torch
 from thunder.core.proxies import TensorProxy
+from thunder.executors.custom_op_ex import custom_op_ex
 from thunder.extend import OperatorExecutor
 
 from thunder_cg import OptionError, cudagraph_transform, explain, thunderfx
@@ -33,6 +35,7 @@ soft_clip = mine.register_operator("soft_clip", meta=lambda x: TensorProxy(like=
 PACKET = torch.ops.thunder_cg_names.double
 LIBRARY = [
     *("thunder_cg_names::double", "torch.ops.thunder_cg_names.double", "thunder_cg_names::double.default"),
+    *("thunder_cg_names.double", "thunder_cg_names.double.default", "torch.ops.thunder_cg_names.double.default"),
     *(double, PACKET, PACKET.default),
 ]
 
@@ -113,14 +116,35 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-triple.register_autograd(lambda ctx, grad: grad * 3)
+def setup_context(ctx, inputs, output):
+    pass
 
 
+triple.register_autograd(lambda ctx, grad: grad * 3, setup_context=setup_context)
+thunder.torch._register_custom_op(triple)
+
+
+def of_triple(x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(torch.ops.thunder_cg_names.triple(torch.tanh(x)))
+
+
+def by_jit(**options):
+    executors = [custom_op_ex, *thunder.get_default_executors()]
+    return thunder.jit(of_triple, executors=executors, transforms=[cudagraph_transform(backend="tape", **options)])
+
+
+def by_thunderfx(**options):
+    return thunderfx(of_triple, backend="tape", **options)
+
+
+@pytest.mark.parametrize("compiler", [by_jit, by_thunderfx])
 @pytest.mark.parametrize("option", ["allow", "deny"])
-@pytest.mark.parametrize("name", ["thunder_cg_names::triple", triple], ids=["name", "function"])
+@pytest.mark.parametrize(
+    "name", ["thunder_cg_names.triple", "thunder_cg_names::triple", "thunder_cg_names.triple.default", triple], ids=str
+)
 @pytest.mark.nightly_after(2)
-def test_the_name_of_an_operator_covers_its_derivative(option, name):
-    compiled = thunderfx(lambda x: torch.tanh(triple(torch.tanh(x))), backend="tape", **{option: [name]})
+def test_the_name_of_an_operator_covers_its_derivative(option, name, compiler):
+    compiled = compiler(**{option: [name]})
     compiled(torch.ones(2, 2, requires_grad=True)).sum().backward()
     report = explain(compiled)
     reasons = [op.reason for trace in report.traces for op in trace.ops if "triple" in op.name]
@@ -128,8 +152,9 @@ def test_the_name_of_an_operator_covers_its_derivative(option, name):
     assert not report.unmatched
 
 
-def test_the_fix_names_an_operator_and_its_derivative_alike():
-    compiled = thunderfx(lambda x: torch.tanh(triple(torch.tanh(x))), backend="tape")
+@pytest.mark.parametrize("compiler", [by_jit, by_thunderfx])
+def test_the_fix_names_an_operator_and_its_derivative_alike(compiler):
+    compiled = compiler()
     compiled(torch.ones(2, 2, requires_grad=True)).sum().backward()
     fixes = [op.fix for trace in explain(compiled).traces for op in trace.ops if "triple" in op.name]
     assert len(fixes) == 2 and all("allow=['thunder_cg_names::triple']" in fix for fix in fixes)
@@ -166,6 +191,33 @@ def test_what_no_operator_has_is_in_the_report():
     assert said in str(report) and f"allow= names {name}, and no operator of these traces has that name\n" in str(
         report
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("torch.nn.functional.gelo", "torch.nn.functional.gelu"),
+        ("torch.nn.functionl.gelu", "torch.nn.functional.gelu"),
+        ("torch.nn.GELU", "gelu"),
+        ("torch.linalg.dett", "torch.linalg.det"),
+        ("no_such_ex.gelu", "gelu"),
+        *((name, "thunder_cg_names::double") for name in ("thunder_cg_names::duble", "thunder_cg_name::double")),
+        *((name, "thunder_cg_names::double") for name in ("thunder_cg_names.doubl.default", "thunder_cg_names/double")),
+        ("names_ex.soft_clp", "names_ex.soft_clip"),
+        ("something_else", None),
+        *((name, ...) for name in ("torch.nn.functional.gelu", "torch.gelu", "gelu", "gelu_vjp", "prims.sin")),
+        *((name, ...) for name in ("thunder_cg_names.double.default", "names_ex.soft_clip", "sdpa.gelu")),
+    ],
+)
+def test_a_misspelt_name_is_a_warning_with_the_nearest_one(name, meant):
+    """Not a name that an operator of another trace may have, although this trace has none."""
+    compiled = jitted(deny=[name])
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        compiled(torch.ones(2, 2))
+    hint = f"; did you mean {meant!r}?" if meant else ""
+    said = f"deny= names {name!r}, and the trace has no such operator{hint}"
+    assert [str(each.message) for each in warned if each.category is UserWarning] == ([] if meant is ... else [said])
 
 
 def test_what_thunder_makes_of_an_operator_is_named():

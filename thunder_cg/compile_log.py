@@ -96,14 +96,19 @@ class NamedOperators:
         named = names["allow"] | names["deny"]
         if before is not None:
             self._split.update(split_operators(named, before, ops))
-        registered = {str(id_) for executor in executors for id_ in getattr(executor, "opmap", ())}
+        registered = {
+            name
+            for executor in executors
+            for id_ in getattr(executor, "opmap", ())
+            for name in (str(id_), f"{executor.name}.{id_}")
+        }
         missing = unmatched(names, [ops], self._split)
         # A name of an operator that another trace may have is no mistake.
         wrong = [
             each
             for each in missing
             if each[1] in self._split
-            or (isinstance(each[1], str) and not is_known(each[1]) and each[1].rsplit(".", 1)[-1] not in registered)
+            or (isinstance(each[1], str) and not is_known(each[1]) and each[1] not in registered)
         ]
         self._checked |= named - {name for _, name, _ in missing} | {name for _, name, _ in wrong}
         for option, name, instead in wrong:

@@ -456,8 +456,10 @@ def cudagraph_transform(
 
     Args:
         allow: operators to capture although no rule knows them, such as ``["my_op"]`` or ``["my_executor.my_op"]``. An
-            operator of ``torch.library`` is ``"ns::op"`` or ``"torch.ops.ns.op"``; objects serve as well as names: what
-            ``torch.library.custom_op`` or ``torch.ops`` has, a symbol of Thunder's, or the function that it calls.
+            operator of ``torch.library`` is ``"ns::op"``, ``"ns.op"`` or ``"torch.ops.ns.op"``, with or without an
+            overload (``"ns.op.default"``), and each names its derivative, too. Objects serve as well as names: what
+            ``torch.library.custom_op`` or ``torch.ops`` has, a symbol of Thunder's, or the function that it calls. A
+            name that no operator has is a warning with the nearest name.
         deny: operators to keep eager.
         backend: ``"cuda"``, ``"tape"`` (records and replays on the CPU), ``"auto"``: CUDA graphs where there is a GPU.
         strict: raise :class:`~thunder_cg.errors.CaptureError` at each call that does not replay after its warm-up and

@@ -75,6 +75,7 @@ ON_CPU = {
     "Adamax": ({"lr": RATE}, OTHER.format("Adamax"), None),
     "NAdam": ({}, OTHER.format("NAdam"), None),
     "AdamW, betas": ({"fused": True, "betas": RATES}, "keep the betas of AdamW numbers", {"fused": True}),
+    "SGD, momentum": ({"momentum": RATE, "fused": True}, "keep the momentum of SGD a number", {"momentum": 0.9}),
 }
 
 
@@ -87,7 +88,7 @@ def test_optimizers_that_read_on_the_host(run, backend, name):
     kind = getattr(torch.optim, name.partition(",")[0])
 
     def with_rate(options):
-        options = options | ({"lr": torch.tensor(0.01)} if options.get("lr") is RATE else {})
+        options = options | {name: torch.tensor(0.01) for name, value in options.items() if value is RATE}
         return options | ({"betas": (torch.tensor(0.9), torch.tensor(0.99))} if options.get("betas") is RATES else {})
 
     step, said = run(plain, kind, **with_rate(options))
@@ -652,12 +653,7 @@ def test_schedulers(run, device):
         (decays, torch.optim.SGD, {}, f"{rate}, and make SGD with fused=True"),
         (decays, torch.optim.SGD, {"fused": True}, rate),
         (decays, torch.optim.SGD, {"fused": True, "lr": RATE}, None),
-        (
-            cycles,
-            torch.optim.AdamW,
-            fused | {"lr": RATE},
-            "keep it constant, as OneCycleLR does with cycle_momentum=False",
-        ),
+        (cycles, torch.optim.AdamW, fused | {"lr": RATE}, fixes._CONSTANT),
         (partial(cycles, cycle_momentum=False), torch.optim.AdamW, fused | {"lr": RATE}, None),
     ):
         if options.get("lr") is RATE:

@@ -746,6 +746,56 @@ def test_a_learning_rate_that_changes_in_each_step_is_said(step_twins):
     assert "there is nothing to change" not in str(report)
 
 
+def cycled(step, every=1):
+    """Has a scheduler write the momentum after each call of a step, or after each second one."""
+    step.scheduler = torch.optim.lr_scheduler.OneCycleLR(step.optimizer, max_lr=0.1, total_steps=60)
+    step.after = lambda i: (i + 1) % every or step.scheduler.step()
+    return step
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_momentum_that_changes_in_each_step_is_said(step_twins, every):
+    """A number that two calls see is captured in the second one, which does not go on for long."""
+
+    def make(model):
+        rate = torch.tensor(0.01, device=step_twins.device)
+        return cycled(usual_step(model, partial(torch.optim.SGD, lr=rate, momentum=0.9, fused=True)), every)
+
+    told = r"'momentum'\] changed from \S+ to \S+, between calls; keep it constant, .*; or call the optimizer's step"
+    with pytest.warns(UserWarning, match=told):
+        step = step_twins.train(make, 24, lambda i, model, fn, batch: fn.after(i))
+    assert step.captures == (0 if every == 1 else 6) and step.replays == 0, why(step)
+    (merged,) = (reason for reason in explain(step).in_python if " and later to others, between calls; " in reason)
+    assert re.search(r"'momentum'\] changed from 0\.9\d+ to 0\.94\d+ .*; keep it constant", merged), merged
+
+
+def test_captures_for_numbers_that_do_not_pay_name_the_number(step_twins, monkeypatch):
+    """Three calls see each, the last of which is replayed."""
+    monkeypatch.setattr(graphed, "_MAX_CAPTURES", 2)
+
+    def between(i, model, fn, batch):
+        fn.optimizer.param_groups[0]["momentum"] = 0.9 - i // 3 / 100
+
+    step = step_twins.train(usual_step, 12, between)
+    reason = next(each for each in step.in_python if each.startswith("it was captured 2 times"))
+    assert re.search(r", since optimizer\S+'momentum'\] changes between calls; keep it constant", reason), reason
+
+
+def test_an_optimizer_outside_of_the_step_may_have_any_numbers(step_twins):
+    def make(model):
+        def step(x, y):
+            model.zero_grad()
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        step.optimizer = sgd(model.parameters())
+        return cycled(step)
+
+    step = step_twins.train(make, 12, lambda i, model, fn, batch: (fn.optimizer.step(), fn.after(i)))
+    assert step.captures == 1 and step.replays >= 8, why(step)
+
+
 def test_a_step_that_replays_says_that_there_is_nothing_to_change(step_twins):
     lines = str(explain(step_twins.train(usual_step, 6))).splitlines()
     assert lines[1] == "All calls after the first ones replay: there is nothing to change."

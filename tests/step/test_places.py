@@ -326,6 +326,22 @@ def test_what_is_carried_in_a_list_may_be_changed(step_twins):
     assert step.replays >= 7 and step.captures == 3, step.in_python
 
 
+def test_a_list_to_which_the_step_appends_and_from_which_it_takes(step_twins):
+    """The step reads what is in the list, too, which is as long afterwards."""
+
+    def make(model):
+        last = [torch.zeros((), device=model[0].weight.device), torch.ones((), device=model[0].weight.device)]
+
+        def keep(loss, logits):
+            last.append(loss.detach() + last.pop(0))
+            return sum(last)
+
+        return keep, lambda: [*last], last
+
+    step = step_twins.both(partial(train_with, step_twins, make, lambda i, last: None, 9))
+    assert step.captures == 1 and step.replays >= 4, step.in_python
+
+
 def train_with(step_twins, make, between, calls, graphed):
     """`train` with what ``make`` returns behind its first two results, which ``between`` gets."""
     kept = []
@@ -452,6 +468,52 @@ def test_numbers_that_grow(step_twins):
 
     step = step_twins.both(run)
     assert step.replays >= 6, step.in_python
+
+
+class Smoothed:
+    """Counts how often its mean is set."""
+
+    def __init__(self, mean):
+        self._mean, self.times = mean, 0
+
+    @property
+    def mean(self):
+        return self._mean
+
+    @mean.setter
+    def mean(self, value):
+        self._mean = value
+        self.times += 1
+
+
+def set_later(smoothed, value):
+    smoothed._mean = value
+    smoothed.times += 10
+
+
+class SmoothedLater(Smoothed):
+    mean = property(lambda self: self._mean, set_later)
+
+
+@pytest.mark.parametrize("kind", [Smoothed, SmoothedLater])
+def test_what_a_property_does_when_it_is_set(step_twins, kind):
+    """No name leads to that function, which Python calls by itself."""
+
+    def run(graphed):
+        smoothed, found = kind(torch.zeros(2, device=step_twins.device)), []
+
+        def fn(x):
+            smoothed.mean = 0.9 * smoothed.mean + x
+            return x
+
+        step = graphed(fn)
+        for _ in range(8):
+            step(torch.rand(2, device=step_twins.device))
+            found.append([smoothed.mean.clone(), smoothed.times])
+        return found, step
+
+    step = step_twins.both(run)
+    assert step.replays >= 3, step.in_python
 
 
 def histories(model):

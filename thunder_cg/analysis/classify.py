@@ -23,11 +23,15 @@ from thunder_cg.analysis.rules import Cause, Reason
 from thunder_cg.analysis.rules.conditions import READS_PAST_VIEW
 from thunder_cg.compat.distributed import capture_problem
 from thunder_cg.compat.dynamo_records import BEFORE_BREAK
-from thunder_cg.compat.operators import is_function, is_in_library, library_names
-from thunder_cg.compat.thunder import bound_functions, proxy_shape
-
-_SIMILAR = 0.7  # of two names, from 0 to 1, that one may be a misspelling of the other
-_VERY_SIMILAR = 0.8  # of one that no trace has
+from thunder_cg.compat.operators import (
+    SIMILAR,
+    is_function,
+    is_in_library,
+    name_in_library,
+    nearest_function,
+    nearest_in_library,
+)
+from thunder_cg.compat.thunder import bound_functions, library_names_of, proxy_shape
 
 Pattern = str | Callable[..., Any]  # an operator, by one of its names or by its function
 
@@ -49,8 +53,8 @@ class Verdict:
 @dataclass(frozen=True, slots=True)
 class UserRules:
     """The user's own rules: operators by id (``"my_op"``), executor and id (``"my_ex.my_op"``), printed name
-    (``"torch.nn.functional.linear"``), name in ``torch.library`` (``"ns::op"`` or ``"torch.ops.ns.op"``), or by the
-    function that their symbol calls. `Options` has checked them.
+    (``"torch.nn.functional.linear"``), name in ``torch.library`` (`library_names_of`), which derivatives have, too, or
+    by the function that their symbol calls. `Options` has checked them.
     """
 
     allow: frozenset[Pattern] = frozenset()
@@ -132,7 +136,7 @@ def _nearest(name: Pattern, names: Iterable[Pattern]) -> str | None:
 
     An operator and its derivative are in two traces.
     """
-    if not isinstance(name, str) or is_in_library(name):
+    if not isinstance(name, str):
         return None
     mine, is_derivative = _last_part(name), name.endswith(rules.VJP)
     alike: dict[str, list[str]] = {}
@@ -141,35 +145,42 @@ def _nearest(name: Pattern, names: Iterable[Pattern]) -> str | None:
             alike.setdefault(_last_part(other), []).append(other)
     if is_known(name) and mine not in alike:
         return None
+    candidates: list[str | None] = []
     swapped = [each for each in alike if sorted(each) == sorted(mine)]  # letters of a short name
-    if close := difflib.get_close_matches(mine, alike, 1, _SIMILAR) or swapped:
+    if close := difflib.get_close_matches(mine, alike, 1, SIMILAR) or swapped:
         found = alike[close[0]]
         as_in_advice = (each for each in found if "::" in each)
-        closest = max(found, key=lambda each: difflib.SequenceMatcher(None, name, each).ratio())
-        return next(as_in_advice, closest)
-    return next(iter(difflib.get_close_matches(mine, sorted(_known_ids()), 1, _VERY_SIMILAR)), None)
+        candidates.append(next(as_in_advice, max(found, key=lambda each: _likeness(name, each))))
+    candidates += [nearest_function(name), nearest_in_library(name)]
+    candidates += difflib.get_close_matches(mine.lower(), sorted(_known_ids()), 1, SIMILAR)
+    return max(filter(None, candidates), key=lambda each: _likeness(mine, _last_part(each)), default=None)
+
+
+def _likeness(name: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, name, other).ratio()
 
 
 def is_known(name: str) -> bool:
-    """Whether an operator of PyTorch's or of ``torch.library`` has this name, whatever a trace has, or may have it.
-
-    A derivative is known only from the trace of a backward.
-    """
-    is_torchs = name.startswith("torch.") and is_function(name)  # Thunder may write it out, as torch.sigmoid
-    return is_torchs or name.endswith(rules.VJP) or _last_part(name) in _known_ids() or is_in_library(name)
+    """Whether an operator of PyTorch's or of ``torch.library`` has this name, whatever a trace has, or may have it."""
+    name = name.removesuffix(rules.VJP)
+    owner, _, last = name.rpartition(".")
+    return is_function(name) or is_in_library(name) or (owner in _OWNERS and last in _known_ids())
 
 
 def _last_part(name: str) -> str:
-    """``op`` of "ns::op.default", "torch.ops.ns.op", and "torch.op"."""
-    if "::" in name:
-        return name.rpartition("::")[2].partition(".")[0]
-    parts = name.split(".")
-    return parts[3] if name.startswith("torch.ops.") and len(parts) > 3 else parts[-1]
+    """``op`` of "ns::op", "ns.op.default", "torch.ops.ns.op", and "torch.op"."""
+    if "::" in name or name.startswith("torch.ops.") or name.endswith(".default"):
+        return name_in_library(name).rpartition("::")[2]
+    return name.rpartition(".")[2]
 
 
 @cache
 def _known_ids() -> frozenset[str]:
     return frozenset(str(id_).rsplit(".", 1)[-1] for _, id_ in rules.RULES)
+
+
+# What a name of an operator that a rule knows may begin with.
+_OWNERS = {"", "Tensor", "prims", *(executor for executor, _ in rules.RULES if executor is not None)}
 
 
 def classify(
@@ -405,9 +416,8 @@ def _passed_to_kernels(fusion: Op, sub: Op) -> set[str]:
 def _allow_fix(op: Op) -> str:
     """Has the most precise name that ``allow=`` takes and that is the same in the next process."""
     executor, id_ = _stable(op)
-    functions = bound_functions(op.symbol).values() if op.symbol is not None else ()
-    in_library = next((names[0] for names in map(library_names, functions) if names), None)
-    name = in_library or (op.name if op.id is None else f"{executor}.{id_}" if executor else id_)
+    in_library = library_names_of(op.symbol)[:1] if op.symbol is not None else ()
+    name = next(iter(in_library), None) or (op.name if op.id is None else f"{executor}.{id_}" if executor else id_)
     said = "if it always launches the same kernels for the same shapes, and does nothing besides, pass"
     return f"{said} allow=[{name!r}] to cudagraph_transform or thunder_cg.thunderfx"
 
@@ -427,10 +437,9 @@ def _patterns(op: Op) -> Iterator[Pattern]:
         yield id_
         if executor is not None:
             yield f"{executor}.{id_}"
-    for function in bound_functions(op.symbol).values() if op.symbol is not None else ():
-        yield from library_names(function)
-        if isinstance(function, Hashable):
-            yield function
+    if op.symbol is not None:
+        yield from library_names_of(op.symbol)
+        yield from (each for each in bound_functions(op.symbol).values() if isinstance(each, Hashable))
 
 
 def _walk(op: Op) -> Iterator[Op]:

@@ -19,7 +19,7 @@ from thunder_cg.analysis.sources import SourceLine, Stacks, line_behind, user_fr
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.distributed import ProcessGroup
 from thunder_cg.compat.lines import arguments_at, is_called_by_torch
-from thunder_cg.compat.operators import is_cudagraph_unsafe, library_names
+from thunder_cg.compat.operators import is_cudagraph_unsafe
 from thunder_cg.compat.settings import Settings
 
 _DROPPED = frozenset({"DEL", "COMMENT"})  # the transform computes dels again; comments do nothing
@@ -293,12 +293,12 @@ class _TraceReader:
             bound = compat.without_copy(bound)
             executor, id_ = _key(bound.sym)
         line, functions = self.line(bound), compat.bound_functions(bound).values()
-        in_library = [] if bound.sym.is_fusion else [names for names in map(library_names, functions) if names]
+        in_library = compat.library_names_of(bound)
         inputs = self.names(bound.flat_proxy_args)
         library_line = str(line) if line is not None and not line.is_users else None
         op = Op(
             index=index,
-            name=in_library[0][1] if in_library else _name(bound, id_),
+            name=in_library[1] if in_library else _name(bound, id_),
             executor=executor,
             id=id_,
             inputs=inputs,

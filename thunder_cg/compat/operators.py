@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import sys
 import types
@@ -17,6 +18,8 @@ from unittest.mock import patch
 
 import torch
 from torch._library.custom_ops import CustomOpDef
+
+SIMILAR = 0.7  # of two names, from 0 to 1, that one may be a misspelling of the other
 
 # Whether an operator's schema says that it writes to an argument.
 is_mutable: Callable[[Any], bool] = attrgetter("_schema.is_mutable")
@@ -82,7 +85,8 @@ def mutated(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> It
 
 
 def library_names(function: Any) -> tuple[str, ...]:
-    """The names of an operator of ``torch.library``: "ns::op" and "torch.ops.ns.op"; () for anything else.
+    """The names of an operator of ``torch.library``: "ns::op", "torch.ops.ns.op" and "ns.op", then these with each
+    overload; () for anything else.
 
     Also of one that a partial calls, as the derivative does that Thunder makes of an operator.
     """
@@ -90,14 +94,13 @@ def library_names(function: Any) -> tuple[str, ...]:
         return next(filter(None, map(library_names, (function.func, *function.args))), ())
     if isinstance(function, CustomOpDef):
         function = function._opoverload
-    if isinstance(function, torch._ops.OpOverload):
-        name, overload = function.overloadpacket._qualified_op_name, f".{function._overloadname}"
-    elif isinstance(function, torch._ops.OpOverloadPacket):
-        name, overload = function._qualified_op_name, ""
-    else:
+    overloads = _overloads(function)
+    if not overloads:
         return ()
-    whole = f"torch.ops.{name.replace('::', '.')}"
-    return (name, whole, name + overload, whole + overload) if overload else (name, whole)
+    name = overloads[0].overloadpacket._qualified_op_name
+    dotted = name.replace("::", ".")
+    forms = (name, f"torch.ops.{dotted}", dotted)
+    return (*forms, *(f"{form}.{each._overloadname}" for each in overloads for form in forms))
 
 
 def names_in_namespace(namespace: str) -> list[str]:
@@ -106,13 +109,21 @@ def names_in_namespace(namespace: str) -> list[str]:
     return [name for name, each in found if isinstance(each, torch._ops.OpOverloadPacket)]
 
 
+def name_in_library(name: str) -> str:
+    """A name as ``torch.library`` has it: "ns::op" for "ns.op", "torch.ops.ns.op" and "ns.op.default"."""
+    return "::".join(name.removeprefix("torch.ops.").replace("::", ".").split(".")[:2])
+
+
 def is_in_library(name: str) -> bool:
-    """Whether ``torch.library`` has an operator of this name: "ns::op" or "torch.ops.ns.op", each with or without an
-    overload.
-    """
-    parts = name.removeprefix("torch.ops.").replace("::", ".").split(".")
-    has_form = "::" in name or name.startswith("torch.ops.")
-    return has_form and len(parts) > 1 and hasattr(getattr(torch.ops, parts[0]), parts[1])
+    """Whether ``torch.library`` has an operator of this name, in one of the forms of `library_names`."""
+    namespace, _, operator = name_in_library(name).partition("::")
+    return namespace.isidentifier() and operator.isidentifier() and hasattr(getattr(torch.ops, namespace), operator)
+
+
+def nearest_in_library(name: str) -> str | None:
+    """The operator of ``torch.library`` that ``name`` may be a misspelling of."""
+    known = {each.partition(".")[0] for each in torch._C._dispatch_get_all_op_names()}
+    return next(iter(difflib.get_close_matches(name_in_library(name), sorted(known), 1, SIMILAR)), None)
 
 
 def is_function(name: str) -> bool:
@@ -120,7 +131,17 @@ def is_function(name: str) -> bool:
     value: Any = torch
     for part in name.split(".")[1:]:
         value = getattr(value, part, None)
-    return callable(value)
+    return name.startswith("torch.") and callable(value) and not isinstance(value, type)
+
+
+def nearest_function(name: str) -> str | None:
+    """PyTorch's function that ``name`` may be a misspelling of, as "torch.nn.functionl.gelu" is of gelu."""
+    value: Any = torch
+    found = "torch"
+    for part in name.split(".")[1:]:
+        part = next(iter(difflib.get_close_matches(part, dir(value), 1, SIMILAR)), "")
+        value, found = getattr(value, part, None), f"{found}.{part}"
+    return found if is_function(found) else None
 
 
 # Namespaces of PyTorch's own operators: those of the distributed ones communicate.

@@ -53,6 +53,7 @@ from thunder.core.utils import get_computation_dtype
 from thunder.distributed import _shard_tensor, get_skip_data_parallel_grad_sync as skips_grad_sync
 from thunder.distributed.prims import DistributedReduceOps, PrimIDs as _Communication
 from thunder.distributed.transforms import fsdp_v2
+from thunder.executors.custom_op_ex import custom_op_ex
 from thunder.executors.nvfuserex import nvfuserex
 from thunder.executors.passes import _transform_for_operator_executor_execution, del_last_used
 from thunder.executors.torch_autograd import connect_to_autograd
@@ -85,6 +86,7 @@ from thunder.torch import (
 )
 from thunder.transforms.autodiff import _should_recompute_bsym_in_backward
 from thunder.transforms.extraction_only_prologue_transform import ExtractionOnlyPrologueTransform
+from torch._library.custom_ops import OPDEFS
 
 from thunder_cg.compat.operators import library_names
 
@@ -122,6 +124,14 @@ class Handle(AnyProxy):
 def bound_functions(symbol: BoundSymbol) -> dict[str, Callable[..., Any]]:
     """The functions that a bound symbol calls, by the names under which the trace's source has them."""
     return symbol._call_ctx or {}
+
+
+def library_names_of(symbol: BoundSymbol) -> tuple[str, ...]:
+    """The names of the operator of ``torch.library`` that a symbol calls, or is the derivative of; () if of none."""
+    functions = [*bound_functions(symbol).values()]
+    if symbol.sym.executor is custom_op_ex:  # the derivative is a function of Thunder's, which has the operator's name
+        functions += [op for op in OPDEFS.values() if symbol.sym.id == f"{op._qualname.replace('::', '_')}_backward"]
+    return next(filter(None, map(library_names, functions)), ()) if not symbol.sym.is_fusion else ()
 
 
 def rebind(symbol: BoundSymbol, functions: dict[str, Callable[..., Any]]) -> BoundSymbol:

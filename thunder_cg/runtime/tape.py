@@ -364,9 +364,8 @@ def _is_called_from_file() -> bool:
 
 def _is_meta(args: Any, kwargs: Any) -> bool:
     """Whether an operator makes a tensor without memory, or gets nothing else."""
-    tensors = tensors_in((args, kwargs))
-    devices = {tensor.device.type for tensor in tensors} or {torch.device(kwargs.get("device") or "cpu").type}
-    return devices == {"meta"}
+    is_made = torch.device(kwargs.get("device") or "cpu").type == "meta"  # maybe from one with memory
+    return is_made or {tensor.device.type for tensor in tensors_in((args, kwargs))} == {"meta"}
 
 
 def _copied(tensors: Tensors) -> list[torch.Tensor]:

@@ -36,7 +36,7 @@ import types
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -122,6 +122,10 @@ _COMPARED_PYTHON: dict[types.CodeType, Callable[..., Any]] = {
 _UNCOMPARED = {eval, exec, __import__, input, open, decimal.getcontext, weakref.getweakrefcount, weakref.getweakrefs}
 _UNCOMPARED_PYTHON = importlib.import_module, threading.active_count, threading.enumerate, uuid.uuid1
 _UNCOMPARED_CODE = {each.__code__ for each in _UNCOMPARED_PYTHON}
+# What may lead to anything, which the step may then change, so that nothing would know what to undo.
+_LEAD_ANYWHERE: set[Any] = {eval, exec, __import__, "_getframe", "__subclasses__", weakref.getweakrefs}
+_LEAD_ANYWHERE |= {gc.get_objects, gc.get_referrers, gc.get_referents}
+_LEAD_ANYWHERE |= {importlib.import_module.__code__, threading.enumerate.__code__}
 _ENVIRONMENT = {vars(type(os.environ))[name].__code__ for name in ("__getitem__", "__iter__", "__len__")}
 # Modules of Python's library whose other functions depend on their arguments alone, or on what is seen otherwise.
 _STEADY = {
@@ -303,7 +307,7 @@ class Calls:
                 self.getters[partial(compared, *arguments)] = None
         elif _is_uncompared_code(code, str(frame.f_globals.get("__name__"))):
             if _is_called_by_user(frame.f_back):
-                self._object(frame, f"what {code.co_name}() gives {_UNSEEN_THERE}", _CALL_BEFORE, weak=True)
+                self._object_to_result(frame, code.co_name, code in _LEAD_ANYWHERE)
         elif code in _READS_OF_TENSORS_IN_PYTHON:
             if self._is_of_graph(owner := frame.f_locals["self"]) and _is_called_by_user(frame.f_back):
                 self._object_to_read(frame, _READS_OF_TENSORS_IN_PYTHON[code])
@@ -339,7 +343,7 @@ class Calls:
                 self._object(frame, problem, "draw with torch on the device", weak=True)
         elif called is globals:
             if _is_users(frame.f_code, frame.f_globals):
-                self._object(frame, f"what globals() gives {_UNSEEN_THERE}", "name what the step needs")
+                self._object(frame, f"what globals() gives {_UNSEEN_THERE}", "name what the step needs", stops=True)
         elif called is open:
             if _is_called_by_user(frame):
                 self._object(frame, "the step opens a file{at}, and no replay would", _OUTSIDE, weak=True)
@@ -353,7 +357,7 @@ class Calls:
                 self._object(frame, f"the step calls {name}(){{at}}, and no replay would", _OUTSIDE, stops=True)
         elif _is_uncompared(called):
             if _is_called_by_user(frame):
-                self._object(frame, f"what {name}() gives {_UNSEEN_THERE}", _CALL_BEFORE, weak=True)
+                self._object_to_result(frame, name, not _LEAD_ANYWHERE.isdisjoint((called, name)))
         elif isinstance(owner, torch.Generator):
             self._note_generator(frame, name)
         elif isinstance(owner, torch.cuda.Event) and name == "record":
@@ -380,6 +384,9 @@ class Calls:
             self.objection = SkipReason(problem.format(at=_line(frame, code)), fix)
         if stops:
             raise CaptureRefused(*self.objection)
+
+    def _object_to_result(self, frame: types.FrameType, name: str, stops: bool) -> None:
+        self._object(frame, f"what {name}() gives {_UNSEEN_THERE}", _CALL_BEFORE, weak=True, stops=stops)
 
     def _object_to_read(self, frame: types.FrameType, method: str) -> None:
         fix = "return the tensor, and read it outside of the step"
@@ -635,11 +642,18 @@ def _owner(frame: types.FrameType, code: types.CodeType) -> tuple[Any, types.Fun
     first: Any = frame.f_locals.get(code.co_varnames[0])
     is_class = issubclass(type(first), type)  # isinstance() would look up an attribute
     for kind in (*type(first).__mro__, *(first.__mro__ if is_class else ())):
-        member = vars(kind).get(code.co_name)
-        member = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
-        if (method := _with_code(member, code)) is not None:
-            return first, method
+        named = vars(kind).get(code.co_name)
+        for member in (getattr(named, "__func__", named), *_properties(kind)):
+            if (method := _with_code(member, code)) is not None:
+                return first, method
     return None, None
+
+
+def _properties(kind: type) -> Iterator[Any]:
+    """What the properties that a class defines call, by whatever name."""
+    for member in vars(kind).values():
+        if isinstance(member, property):
+            yield from (member.fget, member.fset, member.fdel)
 
 
 def _with_code(value: Any, code: types.CodeType) -> types.FunctionType | None:

@@ -52,7 +52,10 @@ _STATE_OF_OPTIMIZER = re.compile(r"len\(.*\.state\)")
 _PRIORITIES = "the priorities of torch.nn.attention.sdpa_kernel"
 _RATE = "make the learning rate a tensor on the device, which a scheduler then writes"
 _SAME_RATE = "write it into the tensor that is there, as in group['lr'].fill_(rate)"
-_CONSTANT = "keep it constant, as OneCycleLR does with cycle_momentum=False"
+_CONSTANT = (
+    "keep it constant, as OneCycleLR and CyclicLR do with cycle_momentum=False; or call the optimizer's step() outside "
+    "of the step, and clear gradients in it by model.zero_grad()"
+)
 _RANDOM = "draw with torch on the device"
 _OWN_GENERATOR = "leave generator= out: the graph advances PyTorch's own generator alone"
 _SET_BACK = "set requires_grad back in the same step, or set it outside of the step"
@@ -336,8 +339,9 @@ def _make(optimizer: Optimizer, *, fused: bool = False) -> str:
         return _OWN_OPTIMIZER
     name, missing = type(optimizer).__name__, _missing(optimizer)
     makes = [f"make {name} with {', '.join(f'{option}=True' for option in missing)}"] * bool(missing)
-    if tensors_in(optimizer.param_groups[0].get("betas", ())):  # which fused kernels read on the host
-        return ", and ".join([f"keep the betas of {name} numbers", *makes])
+    for option, kept in (("betas", "numbers"), ("momentum", "a number")):  # which kernels read on the host
+        if tensors_in(optimizer.param_groups[0].get(option, ())):
+            return ", and ".join([f"keep the {option} of {name} {kept}", *makes])
     if makes and ("fused" in missing or not fused):
         return makes[0]
     if name in _READ_THEIR_RATE and isinstance(optimizer.param_groups[0]["lr"], Tensor) and not fused:

@@ -46,7 +46,7 @@ from thunder_cg.step.attributes import Attributes
 from thunder_cg.step.averages import move_counters
 from thunder_cg.step.batch import Batch, changed_argument
 from thunder_cg.step.calls import Calls
-from thunder_cg.step.facts import Facts, difference
+from thunder_cg.step.facts import Difference, Facts, difference
 from thunder_cg.step.gradients import FirstGradients, GraphGradient
 from thunder_cg.step.memory import PythonCall, making_states_apart, nbytes
 from thunder_cg.step.outside import named, states_outside, thread_states
@@ -55,7 +55,7 @@ from thunder_cg.step.reads import Called
 from thunder_cg.step.recording import CallsMore, StepCapture, StepRecording
 from thunder_cg.step.state import StepState, newly_carried
 
-_MAX_UNSTABLE = 8  # calls in a row that change the state, or find another one; then the regions' own graphs are used
+_MAX_UNSTABLE = 8  # calls that change the state, or find another one, since a replay; then regions' graphs are used
 _MAX_CAPTURES = 16  # if they do not pay
 _LOOK_AGAIN = 32  # after so many more calls, at the latest
 _MAX_LAYOUTS = 64  # remembered
@@ -132,7 +132,7 @@ class GraphedStep:
         self._refused: dict[Any, _Refusal] = {}  # by layout
         self._warned: set[SkipReason] = set()
         self._first_gradients = FirstGradients()
-        self._unstable = 0  # calls in a row
+        self._unstable = 0  # calls since the last replay
         self._called: dict[Any, Called] = {}  # functions that no bytecode names
         self._attributes = Attributes()  # that were looked up
         self._carried: dict[Any, Place] = {}  # by key: see Note [Carried tensors] in places.py
@@ -268,7 +268,10 @@ class GraphedStep:
             return refusal.reason
         if not self.captures_pay():
             problem = f"it was captured {self.captures} times and replayed {self.replays} times"
-            self._refuse(layout, state.facts, SkipReason(problem, _FEW_SHAPES))
+            change = self._change_between(layout, state)
+            fix = "" if change is None else fixes.fix_of_change(change, state.facts, self._roots, in_step=False)
+            problem += f", since {change.label} changes between calls" if change is not None and fix else ""
+            self._refuse(layout, state.facts, SkipReason(problem, fix or _FEW_SHAPES))
             return None
         never_replayed = (each for each in self.recordings if not each.replays)
         if sum(each.is_for_other_gradients(layout) for each in never_replayed) < _MAX_ELSEWHERE:
@@ -357,9 +360,7 @@ class GraphedStep:
                 recording.close()
         if is_refused:
             return self._run(call, reason)
-        if only_once is None:
-            self._unstable = 0
-        else:
+        if only_once is not None:
             self._learn_from(recording, only_once, call.layout, ready, calls)
         return result
 
@@ -450,8 +451,7 @@ class GraphedStep:
 
     def _what_is_new(self, layout: Any, state: StepState) -> tuple[SkipReason, str]:
         """Why a call runs in Python and is noted, and what to do about that if it is so in each call."""
-        known = next(iter(self._ready.get(layout, ())), None)
-        if known is not None and (change := difference(known.facts, state.facts)) is not None:
+        if (change := self._change_between(layout, state)) is not None:
             fix = fixes.fix_of_change(change, state.facts, self._roots, in_step=False) or fixes.fix_if_repeated(change)
             return SkipReason(f"{change}{state.line_of(change.label) if fix else ''}{_BETWEEN}"), fix
         before, self._new_layout = self._new_layout, layout
@@ -463,6 +463,11 @@ class GraphedStep:
                 return SkipReason(str(change), for_shapes((change.before, change.after))), ""
             return SkipReason(str(change)), fixes.fix_of_changed_argument(change.after)
         return SkipReason(_FIRST), ""
+
+    def _change_between(self, layout: Any, state: StepState) -> Difference | None:
+        """What has changed since the last call with the layout that left its state as it was."""
+        known = next(iter(self._ready.get(layout, ())), None)
+        return difference(known.facts, state.facts) if known is not None else None
 
     def _capture(self, state: StepState, call: _Call, ready: _Ready, calls: Calls, votes: Round) -> StepRecording:
         """Captures the step, which runs nothing. `CaptureRefused` or `RanksDiffer` if that cannot be."""

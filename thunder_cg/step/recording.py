@@ -59,7 +59,7 @@ from thunder_cg.step.storages import KEPT_SHARES, OriginalStorages, ReplacedStor
 _ATTEMPTS = 4  # of a capture, at most: see Note [Numbers that look like addresses] in other_memory.py
 _OWN_REFERENCES = 3  # to an event: of `Calls`, the loop's, the argument's
 _OTHERS = "something else than tensors without a history"
-_SHARES = SkipReason("an argument shares memory with a tensor that the step reads from outside")
+_SHARES = SkipReason("an argument shares memory with a tensor that the step reads from outside", "pass a clone of it")
 _IS_GRADIENT = SkipReason("the step returns or keeps the memory of a gradient, which others may write", "clone it")
 _IS_HELD = SkipReason("a gradient of an earlier step is still held, and a replay would overwrite it", "clone it")
 

@@ -94,7 +94,8 @@ class StepState:
         self._hooks_registered = registered_hooks()
         self.objects = [*others.objects, *heavy.objects]
         self._growing += self._reads_of_objects()
-        self.facts = Facts.of(simple.facts, others.facts, heavy.facts, self._facts_of_growing())
+        self._then_growing = self._facts_of_growing()
+        self.facts = Facts.of(simple.facts, others.facts, heavy.facts, self._then_growing)
         self.hooked = self._first(*simple.hooked, *others.hooked, *heavy.hooked)
         self.objection = self.hooked or self._first(*simple.objections, *others.objections, *heavy.objections)
         self.tensors = [*{**simple.tensors, **others.tensors, **heavy.tensors}.values()]
@@ -267,7 +268,7 @@ class StepState:
             return False
         if any([place.key for place in place_of_read(read)] != [key] for read, key in self._lead_to):
             return False
-        if self._growing and any(self.facts[label] != fact for label, fact in self._facts_of_growing().items()):
+        if self._growing and self._facts_of_growing() != self._then_growing:
             return False
         if not self.tensors:
             return True
