@@ -451,7 +451,11 @@ class Arenas:
         return [*self._pairs]
 
     def hold(
-        self, preferred: list[Arena], call_memory: CallMemory | None, join: Callable[[Arena], bool]
+        self,
+        preferred: list[Arena],
+        call_memory: CallMemory | None,
+        join: Callable[[Arena], bool],
+        spared: Set[object] | None,
     ) -> Arena | None:
         """Takes a free arena, one of ``preferred`` if possible, or one that the call may share; a new one if there is
         none; None past the limit.
@@ -460,8 +464,8 @@ class Arenas:
             call_memory: of the call. If it holds the arena until its backward, while others are in flight, it leaves
                 an arena that is much too large to those, and has a new one.
             join: takes an arena in which other calls wait, if it may.
+            spared: see `Arena.try_hold`.
         """
-        spared = None if call_memory is None else _NOTHING  # see Note [Lent results]
         for arena in preferred:
             if arena.hold(spared=spared):
                 return arena
