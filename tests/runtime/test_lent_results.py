@@ -203,30 +203,44 @@ def test_two_functions_of_one_transform(backend, device, width):
     assert replays(graphed_trains) >= 8 and is_lent(graphed)
 
 
-def test_the_result_of_a_warm_up_is_held(backend, device, width):
+def test_the_result_of_a_warm_up_is_held(device, pair):
     """Its memory may be what graphs write that were captured before."""
-    transform = cudagraph_transform(backend=backend)
-    shows, trains = layers(width, device), layers(width, device)
-    (plain, graphed), (plain_trains, graphed_trains) = twice(shows, transform), twice(trains, transform)
-
-    def train(i):
-        for model in (plain_trains, graphed_trains):
-            model.zero_grad(set_to_none=True)
-            model(batch(device, i, 6)).square().mean().backward()
-        same(*([p.grad for p in model.parameters()] for model in (plain_trains, graphed_trains)))
-
-    for i in range(4):
-        train(i)
-    with torch.no_grad():
-        y, want = graphed(batch(device, 4)), plain(batch(device, 4))
-    (arena,) = forward_of(graphed).pair.arenas()
-    assert arena.try_hold() and [at for at, _ in arena.places_on_loan()] in ([y.data_ptr()], [])
-    is_lent_out = bool(arena.on_loan)
+    plain, graphed = pair
+    for i in range(3):
+        z = graphed(batch(device, i, 6))
+    y, want = graphed(batch(device, 3)), plain(batch(device, 3))
+    (arena,) = {arena for program in programs(graphed) for arena in program.pair.arenas()}
+    assert arena.try_hold()
+    places = {at for at, _ in arena.places_on_loan()}
     arena.release()
-    assert is_lent_out or device == "cuda"
-    for i in range(5, 8):
-        train(i)
-    same(want, y)
+    assert z.data_ptr() in places and (y.data_ptr() in places or device == "cuda")  # where it may have been copied
+    del z
+    for i in range(4, 8):
+        same(plain(batch(device, i, 6)), graphed(batch(device, i, 6)))
+        same(want, y)
+
+
+@pytest.mark.parametrize("begins", ["in training", "in inference"])
+def test_a_held_result_of_an_evaluation_takes_no_second_arena_for_training(backend, device, width, begins):
+    plain, graphed = twice(layers(width, device), cudagraph_transform(backend=backend))
+    y = want = None
+    for i in range(3 + (begins == "in inference")):
+        if i or begins == "in training":
+            for j in range(4):
+                for model in (plain, graphed):
+                    model.zero_grad(set_to_none=True)
+                    model(batch(device, j)).square().mean().backward()
+                same(*([p.grad for p in model.parameters()] for model in (plain, graphed)))
+                if y is not None:
+                    same(want, y)
+        with torch.no_grad():
+            for j in range(4):
+                y, want = graphed(batch(device, j)), plain(batch(device, j))
+                same(want, y)
+            if not i and begins == "in inference":
+                y = None
+    arenas = {arena for program in programs(graphed) for arena in program.pair.arenas()}
+    assert len(arenas) == 1
 
 
 def test_a_result_that_is_dropped_while_another_graph_is_captured(device, pair, monkeypatch):

@@ -108,6 +108,7 @@ class Arena:
 
     Attributes:
         is_shared: whether calls of several pairs have ever been in it at once.
+        trains: whether calls with a backward have been in it.
         on_loan: where callers may have results in its memory. See Note [Lent results].
     """
 
@@ -115,7 +116,7 @@ class Arena:
         self._backend, self._poison = backend, poison
         self._held = threading.Lock()
         self._waiting: dict[object, Waiting] = {}  # by their tokens, the first one first
-        self.is_shared = False
+        self.is_shared = self.trains = False
         self._pools: dict[torch.device, Pool] = {}
         self.on_loan: list[Loan] = []
         self._lent: list[Lent] = []  # Note [Lent gradients]

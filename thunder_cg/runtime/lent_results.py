@@ -16,8 +16,9 @@ Note [Lent results]
     arena while a result is held, since their backward may write where their forward does not. So do the captures of a
     function that was captured beside held results several times.
 
-    Nothing is lent while calls wait in the arena, with ``verify=``, which runs calls twice, nor with
-    ``memory_budget=``, which would count it.
+    Nothing is lent in an arena that calls have trained in, since one held result would have all of them take another
+    arena, with as much memory. Nor is anything lent while calls wait in the arena, with ``verify=``, which runs calls
+    twice, nor with ``memory_budget=``, which would count it.
 """
 
 from __future__ import annotations

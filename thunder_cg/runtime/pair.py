@@ -140,10 +140,20 @@ class Pair:
         """A capture lends these in the arena. Earlier recordings spare what is in none of the earlier ``ranges``."""
         places = [loan.place for loan in loans]
         new = {place for place in places if not any(start <= place[0] < end for start, end in ranges)}
+        for _, recording in self._in_inference(arena):
+            for trace in recording.traces():
+                trace.spared |= new
+
+    def _end_lending_in(self, arena: Arena) -> None:
+        """Before a call that trains is in it, which would take another arena while somebody holds a result."""
+        for pair, recording in self._in_inference(arena):
+            if any(graph is not None and graph.lent_results for trace in recording.traces() for graph in trace.graphs):
+                pair.discard(recording, "it lends results in memory that calls train in now")
+
+    def _in_inference(self, arena: Arena) -> list[tuple[Pair, Recording]]:
+        """The recordings in the arena, of calls without a backward, and their pairs."""
         pairs = [pair for pair in self._arenas.recorders() if isinstance(pair, Pair) and pair.call_memory is None]
-        for recording in [each for pair in pairs for each in pair.recordings if each.arena is arena]:
-            if recording.forward is not None:
-                recording.forward.spared |= new
+        return [(pair, each) for pair in pairs for each in pair.recordings if each.arena is arena]
 
     def retire(self, recording: Recording, why: str) -> bool:
         """Drops a recording that did not fit to the end of a call, so that the next call makes one that does.
@@ -208,6 +218,9 @@ class Pair:
                 else:
                     self._found_held, self._collect_at, self.had_cycles = 0, 1, True
         if arena is not None:
+            if self.call_memory is not None and not arena.trains:
+                arena.trains = True
+                self._end_lending_in(arena)
             if not arena.waiting_beside():
                 arena.call_memory = self.call_memory
             if arena not in self._used:

@@ -383,7 +383,7 @@ class Program:
             self._reserve(call)
             return call.switch_to(Mode.WARMUP)
         assert call.arena is not None
-        if self.gives_large and self.pair.lends_results and not self.pair.may_lend_again(call.key):
+        if self.gives_large and self.regions[0].lends_results(call) and not self.pair.may_lend_again(call.key):
             self.counts.remark = self.counts.remark or _RESULTS_HELD
         if call.recording is None:
             call.recording = Recording(call.arena)

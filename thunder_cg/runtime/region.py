@@ -383,8 +383,9 @@ class RuntimeRegion:
 
     def lends_results(self, call: Call) -> bool:
         """Whether the caller gets large results in the arena's memory. See Note [Lent results]."""
-        program = call.program
-        return program.gives_large and program.pair.lends_results and not call.memory.waiting_beside(call.token)
+        program, arena = call.program, call.memory
+        may_lend = program.pair.lends_results and not (arena.trains or arena.waiting_beside(call.token))
+        return program.gives_large and may_lend
 
     def lends_gradients(self, call: Call) -> bool:
         """Whether the caller gets gradients in the arena's memory. See Note [Lent gradients]."""
