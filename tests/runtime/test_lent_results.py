@@ -12,7 +12,9 @@ from torch import nn
 
 from thunder_cg import cudagraph_transform, release
 from thunder_cg.analysis import segments
+from thunder_cg.runtime.pair import Pair
 from thunder_cg.runtime.program import Program
+from thunder_cg.runtime.region_capture import RegionCapture
 
 WIDTH = {"cpu": 16, "cuda": 1024}  # inputs of 4 * WIDTH rows
 
@@ -199,6 +201,113 @@ def test_two_functions_of_one_transform(backend, device, width):
         same(*([p.grad for p in model.parameters()] for model in (plain_trains, graphed_trains)))
         same([want for want, _ in held], [y for _, y in held])
     assert replays(graphed_trains) >= 8 and is_lent(graphed)
+
+
+def test_the_result_of_a_warm_up_is_held(device, pair):
+    """Its memory may be what graphs write that were captured before."""
+    plain, graphed = pair
+    for i in range(3):
+        z = graphed(batch(device, i, 6))
+    y, want = graphed(batch(device, 3)), plain(batch(device, 3))
+    (arena,) = {arena for program in programs(graphed) for arena in program.pair.arenas()}
+    assert arena.try_hold()
+    places = {at for at, _ in arena.places_on_loan()}
+    arena.release()
+    assert z.data_ptr() in places and (y.data_ptr() in places or device == "cuda")  # where it may have been copied
+    del z
+    for i in range(4, 8):
+        same(plain(batch(device, i, 6)), graphed(batch(device, i, 6)))
+        same(want, y)
+
+
+@pytest.mark.parametrize("begins", ["in training", "in inference"])
+def test_a_held_result_of_an_evaluation_takes_no_second_arena_for_training(backend, device, width, begins):
+    plain, graphed = twice(layers(width, device), cudagraph_transform(backend=backend))
+    y = want = None
+    for i in range(3 + (begins == "in inference")):
+        if i or begins == "in training":
+            for j in range(4):
+                for model in (plain, graphed):
+                    model.zero_grad(set_to_none=True)
+                    model(batch(device, j)).square().mean().backward()
+                same(*([p.grad for p in model.parameters()] for model in (plain, graphed)))
+                if y is not None:
+                    same(want, y)
+        with torch.no_grad():
+            for j in range(4):
+                y, want = graphed(batch(device, j)), plain(batch(device, j))
+                same(want, y)
+            if not i and begins == "in inference":
+                y = None
+    arenas = {arena for program in programs(graphed) for arena in program.pair.arenas()}
+    assert len(arenas) == 1
+
+
+def test_a_result_that_is_dropped_while_another_graph_is_captured(device, pair, monkeypatch):
+    """Another thread may, or the garbage collector. The graph may write there."""
+    plain, graphed = pair
+    for i in range(3):
+        graphed(batch(device, i, 6))
+    graphed(batch(device, 3))
+    held = [graphed(batch(device, 4, 6))]
+    capture, place = RegionCapture.run, held[0].data_ptr()
+
+    def run(self, **options):
+        held.clear()
+        return capture(self, **options)
+
+    monkeypatch.setattr(RegionCapture, "run", run)
+    same(plain(batch(device, 5)), graphed(batch(device, 5)))
+    spared = [each.forward.spared for program in programs(graphed) for each in program.pair.recordings]
+    assert not held and len(spared) == 2
+    assert place not in {at for places in spared for at, _ in places}
+
+
+def test_a_function_with_small_results_beside_a_held_one(backend, device, width, monkeypatch):
+    transform = cudagraph_transform(backend=backend)
+    (plain, graphed) = twice(layers(width, device).requires_grad_(False), transform)
+    (plain_sum, graphed_sum) = twice(lambda x: x.sum(-1).sum(-1) * 2.0, transform)
+    if device == "cpu":
+        monkeypatch.setattr(segments, "_LEAST_ALONE", 4096)
+    with torch.no_grad():
+        for i in range(12):
+            y, want = graphed(batch(device, i)), plain(batch(device, i))
+            same(plain_sum(want), graphed_sum(y))
+            same(want, y)
+    assert is_lent(graphed) and captures(graphed) == 2 and captures(graphed_sum) <= 3
+
+
+def test_results_in_ever_more_places_beside_another_function(backend, device, width, monkeypatch):
+    """It is captured a few times only, and then in memory of which nobody has results."""
+    transform = cudagraph_transform(backend=backend)
+    (plain, graphed) = twice(layers(width, device).requires_grad_(False), transform)
+    (plain_other, other) = twice(lambda x: (x.sum(0) * 2.0).sum(), transform)
+    if device == "cpu":
+        monkeypatch.setattr(segments, "_LEAST_ALONE", 4096)
+    monkeypatch.setattr(Pair, "note_places", lambda *args: None)  # as if earlier graphs might write to each place
+    x = batch(device, 0)
+    with torch.no_grad():
+        for i in range(5):
+            for rows in range(4, 16):
+                y, want = graphed(batch(device, i, rows)), plain(batch(device, i, rows))
+                same(plain_other(x), other(x))
+                same(want, y)
+    assert captures(other) <= 6 and replays(other) >= 45
+
+
+def test_memory_of_a_result_that_somebody_else_has(backend, device, width, monkeypatch):
+    """Such as what a forward saved for later captures. The next call captures a graph with its results elsewhere."""
+    plain, graphed = twice(
+        layers(width, device).requires_grad_(False), cudagraph_transform(backend=backend, strict=True)
+    )
+    with torch.no_grad():
+        for i in range(4):
+            same(plain(batch(device, i)), graphed(batch(device, i)))
+        (lent,) = forward_of(graphed).pair.recordings[0].forward.graphs[0].lent_results
+        monkeypatch.setattr(lent.loan, "take", lambda: None)
+        for i in range(4, 8):
+            same(plain(batch(device, i)), graphed(batch(device, i)))
+    assert is_lent(graphed) and captures(graphed) == 2 and sum(forward_of(graphed).counts.fallbacks.values()) == 1
 
 
 def test_another_thread_has_the_result(device, pair):

@@ -108,6 +108,7 @@ class Arena:
 
     Attributes:
         is_shared: whether calls of several pairs have ever been in it at once.
+        trains: whether calls with a backward have been in it.
         on_loan: where callers may have results in its memory. See Note [Lent results].
     """
 
@@ -115,7 +116,7 @@ class Arena:
         self._backend, self._poison = backend, poison
         self._held = threading.Lock()
         self._waiting: dict[object, Waiting] = {}  # by their tokens, the first one first
-        self.is_shared = False
+        self.is_shared = self.trains = False
         self._pools: dict[torch.device, Pool] = {}
         self.on_loan: list[Loan] = []
         self._lent: list[Lent] = []  # Note [Lent gradients]
@@ -451,7 +452,11 @@ class Arenas:
         return [*self._pairs]
 
     def hold(
-        self, preferred: list[Arena], call_memory: CallMemory | None, join: Callable[[Arena], bool]
+        self,
+        preferred: list[Arena],
+        call_memory: CallMemory | None,
+        join: Callable[[Arena], bool],
+        spared: Set[object] | None,
     ) -> Arena | None:
         """Takes a free arena, one of ``preferred`` if possible, or one that the call may share; a new one if there is
         none; None past the limit.
@@ -460,8 +465,8 @@ class Arenas:
             call_memory: of the call. If it holds the arena until its backward, while others are in flight, it leaves
                 an arena that is much too large to those, and has a new one.
             join: takes an arena in which other calls wait, if it may.
+            spared: see `Arena.try_hold`.
         """
-        spared = None if call_memory is None else _NOTHING  # see Note [Lent results]
         for arena in preferred:
             if arena.hold(spared=spared):
                 return arena

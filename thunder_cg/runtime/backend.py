@@ -76,6 +76,9 @@ class Loan(Protocol):
     def is_held(self) -> bool:
         """Whether somebody has it, or a stream that somebody named still uses it."""
 
+    def has_owner(self) -> bool:
+        """Whether tensors have it, and so have had it since it was taken last."""
+
 
 class Pool(Protocol):
     """The memory of one arena on one device. Only the call that holds the arena may run in it."""

@@ -9,14 +9,16 @@ Note [Lent results]
     returns the same place, nobody has it.
 
     A graph may be replayed beside a held result if it does not write there. So a recording keeps the places that it
-    spares: those that were held when it was captured, and those that later captures of its pair got in new segments. In
-    a loop like ``y = model(x)``, the last result is held while the next one is made. Then the next call captures once
-    more, and from then on two graphs take turns, with two places, as two results exist without graphs. If both are
-    held, or after many captures, the pair copies its results out. Calls that train use another arena while a result
-    is held, since their backward may write where their forward does not.
+    spares: those that were held from before its capture to after it, and those that later warm-ups and captures got in
+    new segments. In a loop like ``y = model(x)``, the last result is held while the next one is made. Then the next
+    call captures once more, and from then on two graphs take turns, with two places, as two results exist without
+    graphs. If both are held, or after many captures, the pair copies its results out. Calls that train use another
+    arena while a result is held, since their backward may write where their forward does not. So do the captures of a
+    function that was captured beside held results several times.
 
-    Nothing is lent while calls wait in the arena, with ``verify=``, which runs calls twice, nor with
-    ``memory_budget=``, which would count it.
+    Nothing is lent in an arena that calls have trained in, since one held result would have all of them take another
+    arena, with as much memory. Nor is anything lent while calls wait in the arena, with ``verify=``, which runs calls
+    twice, nor with ``memory_budget=``, which would count it.
 """
 
 from __future__ import annotations

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 _TAKE_TURNS = 2  # graphs of a layout, with results in places of their own
+_MOST_BESIDE_LOANS = 4  # captures of a layout
+_NO_PLACES: frozenset[object] = frozenset()
 _pairs_of_leaves = WeakTensorKeyDictionary()  # by parameter: the pairs whose backwards have a gradient of it
 
 
@@ -52,6 +54,8 @@ class Pair:
         self.lends = options.verify is None and options.memory_budget is None
         self.lends_results = self.lends  # see Note [Lent results]
         self._lending_captures: Counter[Any] = Counter()  # by layout
+        self._captures_beside_loans: Counter[Any] = Counter()  # by layout
+        self._avoids_loans = False  # whether its captures take arenas of which nobody has results
         self.has_moved_gradients = False
         self.backward_varies = False  # whether recordings keep what the forward saved, for other backwards
         self.selection: Selection | None = None  # what times the regions; None if nothing is to be timed
@@ -127,14 +131,29 @@ class Pair:
                 self.discard(recording, "callers hold large results of more calls than graphs take turns")
         return self.lends_results
 
+    def note_capture_beside_loans(self, key: Any) -> None:
+        """Counts a capture of this layout while callers have results: a replay may have to spare others."""
+        self._captures_beside_loans[key] += 1
+        self._avoids_loans |= self._captures_beside_loans[key] >= _MOST_BESIDE_LOANS
+
     def note_places(self, loans: Sequence[Loan], arena: Arena, ranges: Sequence[tuple[int, int]]) -> None:
         """A capture lends these in the arena. Earlier recordings spare what is in none of the earlier ``ranges``."""
         places = [loan.place for loan in loans]
         new = {place for place in places if not any(start <= place[0] < end for start, end in ranges)}
+        for _, recording in self._in_inference(arena):
+            for trace in recording.traces():
+                trace.spared |= new
+
+    def _end_lending_in(self, arena: Arena) -> None:
+        """Before a call that trains is in it, which would take another arena while somebody holds a result."""
+        for pair, recording in self._in_inference(arena):
+            if any(graph is not None and graph.lent_results for trace in recording.traces() for graph in trace.graphs):
+                pair.discard(recording, "it lends results in memory that calls train in now")
+
+    def _in_inference(self, arena: Arena) -> list[tuple[Pair, Recording]]:
+        """The recordings in the arena, of calls without a backward, and their pairs."""
         pairs = [pair for pair in self._arenas.recorders() if isinstance(pair, Pair) and pair.call_memory is None]
-        for recording in [each for pair in pairs for each in pair.recordings if each.arena is arena]:
-            if recording.forward is not None:
-                recording.forward.spared |= new
+        return [(pair, each) for pair in pairs for each in pair.recordings if each.arena is arena]
 
     def retire(self, recording: Recording, why: str) -> bool:
         """Drops a recording that did not fit to the end of a call, so that the next call makes one that does.
@@ -187,17 +206,21 @@ class Pair:
                 arena.capture_anew(self.call_memory.shared)
             return True
 
-        arena = self._arenas.hold(self._used, self.call_memory, join)
+        spared = _NO_PLACES if self.call_memory is not None or self._avoids_loans else None
+        arena = self._arenas.hold(self._used, self.call_memory, join, spared)
         if arena is None:
             self._found_held += 1
             if self._found_held >= self._collect_at:
                 gc.collect()
-                arena = self._arenas.hold(self._used, self.call_memory, join)
+                arena = self._arenas.hold(self._used, self.call_memory, join, spared)
                 if arena is None:
                     self._collect_at *= 2  # these are no cycles: look again, but less and less often
                 else:
                     self._found_held, self._collect_at, self.had_cycles = 0, 1, True
         if arena is not None:
+            if self.call_memory is not None and not arena.trains:
+                arena.trains = True
+                self._end_lending_in(arena)
             if not arena.waiting_beside():
                 arena.call_memory = self.call_memory
             if arena not in self._used:

@@ -383,7 +383,7 @@ class Program:
             self._reserve(call)
             return call.switch_to(Mode.WARMUP)
         assert call.arena is not None
-        if self.gives_large and self.pair.lends_results and not self.pair.may_lend_again(call.key):
+        if self.gives_large and self.regions[0].lends_results(call) and not self.pair.may_lend_again(call.key):
             self.counts.remark = self.counts.remark or _RESULTS_HELD
         if call.recording is None:
             call.recording = Recording(call.arena)
@@ -404,8 +404,8 @@ class Program:
         beside = recording.arena.waiting_beside(recording.token)
         graphs: list[RegionGraph | None] = [None] * len(self.regions)
         call.trace = TraceRecording(guard, graphs, self.counts.calls, call.scratch, call.key, beside=beside)
-        if self.gives_large:
-            call.trace.spared = call.arena.places_on_loan()
+        if self.pair.call_memory is None and call.arena.places_on_loan():
+            self.pair.note_capture_beside_loans(call.key)
         call.verifies = self.options.verify is not None
         self._schedule_verification()
         return call.switch_to(Mode.CAPTURE)
@@ -569,6 +569,9 @@ class Program:
         assert recording is not None and trace is not None
         if self._begins_calls:
             recording.forward = trace
+            if self.pair.call_memory is None:
+                own = {each.loan for graph in trace.graphs if graph is not None for each in graph.lent_results}
+                trace.spared = {each.place for each in call.memory.on_loan if each.has_owner() and each not in own}
             recording.owned = {name: t for name, t in call.owned.items() if name in self._saved}
             recording.keeps_saved = self.pair.backward_varies or not recording.owned
         else:

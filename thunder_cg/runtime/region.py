@@ -23,13 +23,14 @@ from thunder_cg.compat.tensors import storage_id
 from thunder_cg.compat.torch import IS_PROFILING, profiler_state
 from thunder_cg.errors import CaptureError, CaptureRefused, DisagreementWarning, RanksDiffer, ReplayRefused, SkipReason
 from thunder_cg.runtime import skip_reasons
+from thunder_cg.runtime.backend import Loan
 from thunder_cg.runtime.call import Call, Mode
 from thunder_cg.runtime.counts import Stats
 from thunder_cg.runtime.early_outputs import CopiedEarly, EarlyCopier
 from thunder_cg.runtime.failures import failing_op, is_out_of_memory, note, sentence
 from thunder_cg.runtime.inputs import detached
 from thunder_cg.runtime.lent import Lent
-from thunder_cg.runtime.lent_results import large
+from thunder_cg.runtime.lent_results import LentResult, loans
 from thunder_cg.runtime.outputs import AliasedInput, Outputs
 from thunder_cg.runtime.recording import RegionGraph
 from thunder_cg.runtime.region_capture import RegionCapture
@@ -150,7 +151,8 @@ class RuntimeRegion:
                         self.stats.replays += 1
                         return results
                     except ReplayRefused as error:
-                        call.run_eagerly(SkipReason(f"{self.name} could not be replayed: {sentence(error)}"))
+                        problem = f"{self.name} could not be replayed: {sentence(error)}"
+                        call.run_eagerly(SkipReason(problem), strict=not self._is_retired(call, graph, problem))
                     except Exception:
                         call.program.count_raised(is_counted=True)
                         raise
@@ -172,6 +174,11 @@ class RuntimeRegion:
         elif call.mode is Mode.WARMUP and not self.stays_eager:
             return self._warm_up(call, args)
         return self._run_eagerly(call, args)
+
+    def _is_retired(self, call: Call, graph: RegionGraph, problem: str) -> bool:
+        """Of a graph that refused a replay: whether the next call captures another one, with results elsewhere."""
+        assert call.recording is not None
+        return bool(graph.lent_results) and call.program.pair.retire(call.recording, problem)
 
     def _replay(self, call: Call, graph: RegionGraph, args: Sequence[Any]) -> Sequence[Any]:
         results = graph.replay(args)
@@ -292,6 +299,7 @@ class RuntimeRegion:
                 in_pool = self.in_pool(call, args)
                 taken = self.take(call, args, in_pool)
                 aliased = self.aliased_inputs(taken, in_pool)
+                ranges = pool.ranges() if self.lends_results(call) else ()
                 produced = list(pool.warm_up(function, [taken]))
                 break
             except Exception as error:
@@ -303,7 +311,7 @@ class RuntimeRegion:
                 may_rerun = False
         self.stats.eager_runs += 1
         self._warm.add(layouts)
-        return self._deliver(call, args, in_pool, aliased, produced)
+        return self._deliver(call, args, in_pool, aliased, produced, ranges)
 
     def _layouts(self, call: Call, args: Sequence[Any]) -> int:
         """A hash of what its ops see of their inputs. Not all of it follows from the inputs of the program."""
@@ -323,6 +331,7 @@ class RuntimeRegion:
         in_pool: frozenset[int],
         aliased: Sequence[AliasedInput],
         produced: list[Any],
+        ranges: Sequence[tuple[int, int]],
     ) -> Sequence[Any]:
         """The results for the caller: copies of what the ops have ``produced`` in the arena, unless it stays there."""
         pool = call.memory.pool(self.device)
@@ -337,18 +346,22 @@ class RuntimeRegion:
         addresses = set(map(_memory, borrowed))
 
         warms_up = call.mode is Mode.WARMUP
-        lends_results = warms_up and self.lends_results(call)
+        lends_results, on_loan = warms_up and self.lends_results(call), dict[int, Loan]()
 
         def may_lend(tensors: list[torch.Tensor]) -> Set[int]:
             own = [tensor for tensor in tensors if _memory(tensor) not in addresses]
-            return large(own).keys() if lends_results else {*map(storage_id, own)}
+            if not lends_results:
+                return {*map(storage_id, own)}
+            on_loan.update(loans(pool, own))
+            return on_loan.keys()
 
         lends = may_lend if lends_results or (warms_up and self.lends_gradients(call)) else None
         outputs = Outputs(produced, aliased, self.are_copied_out, self.device, pool.alias, lends)
         results: list[Any] = [None] * len(produced)
         if lends_results:
-            for i, tensor in outputs.lent.items():  # which owns its memory
-                results[i] = tensor
+            for i, tensor in outputs.lent.items():
+                LentResult(i, tensor, on_loan[storage_id(tensor)], call.memory.on_loan).hand_out(results)
+            call.program.pair.note_places([*on_loan.values()], call.memory, ranges)
         elif outputs.lent:
             lent = Lent(outputs.lent, call.program.pair.stop_lending)
             lent.hand_out(results)
@@ -370,8 +383,9 @@ class RuntimeRegion:
 
     def lends_results(self, call: Call) -> bool:
         """Whether the caller gets large results in the arena's memory. See Note [Lent results]."""
-        program = call.program
-        return program.gives_large and program.pair.lends_results and not call.memory.waiting_beside(call.token)
+        program, arena = call.program, call.memory
+        may_lend = program.pair.lends_results and not (arena.trains or arena.waiting_beside(call.token))
+        return program.gives_large and may_lend
 
     def lends_gradients(self, call: Call) -> bool:
         """Whether the caller gets gradients in the arena's memory. See Note [Lent gradients]."""

@@ -495,6 +495,9 @@ class TapeLoan:
         return cast(torch.UntypedStorage, storage)
 
     def is_held(self) -> bool:
+        return self.has_owner()
+
+    def has_owner(self) -> bool:
         return not self._is_gone()
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, ClassVar
@@ -79,12 +79,17 @@ class CudaLoan:
 
     Args:
         storage: of the memory, which nobody else has yet.
-        blocks: how many blocks of its size the pool may have, any of which the allocator may hand out first.
+        free: of the pool: address and bytes of each free block.
     """
 
-    def __init__(self, storage: torch.UntypedStorage, blocks: int, allocate: Callable[[int], torch.Tensor]) -> None:
+    def __init__(
+        self,
+        storage: torch.UntypedStorage,
+        allocate: Callable[[int], torch.Tensor],
+        free: Callable[[], Mapping[int, int]],
+    ) -> None:
         self.place = storage.data_ptr(), storage.nbytes()
-        self._blocks, self._allocate = blocks, allocate
+        self._allocate, self._free = allocate, free
         self._own: torch.UntypedStorage | None = storage  # before it is lent the first time
         self._is_gone: Callable[[], bool] = lambda: False
 
@@ -97,16 +102,24 @@ class CudaLoan:
     def is_held(self) -> bool:
         return self._own is None and self._reallocated() is None
 
+    def has_owner(self) -> bool:
+        return self._own is None and not self._is_gone()
+
     def _reallocated(self) -> torch.UntypedStorage | None:
         if not self._is_gone():
             return None
-        others = []
+        address, nbytes = self.place
+        others: list[torch.UntypedStorage] = []
+        tries = 1
         with suppress(RuntimeError):  # too little memory, or a user captures on another thread
-            for _ in range(self._blocks):
-                storage = self._allocate(self.place[1]).untyped_storage()
-                if storage.data_ptr() == self.place[0]:
+            while len(others) < tries:
+                storage = self._allocate(nbytes).untyped_storage()
+                if storage.data_ptr() == address:
                     return storage
                 others.append(storage)
+                if len(others) == 1 and (free := self._free()).get(address, 0) >= nbytes:
+                    # The allocator hands out the smallest block first, and may cut it into several.
+                    tries += sum(size // nbytes for size in free.values() if size <= free[address])
         return None
 
 
@@ -312,8 +325,8 @@ class CudaPool:
         storage, segments = tensor.untyped_storage(), cuda.pool_segments([self._private_pool.id])
         if all(segment["address"] != storage.data_ptr() for segment in segments):
             return None
-        blocks = sum(segment["total_size"] >= storage.nbytes() for segment in segments)
-        return CudaLoan(storage, blocks, partial(self._allocate, private_pool=self._private_pool))
+        pool = self._private_pool
+        return CudaLoan(storage, partial(self._allocate, private_pool=pool), partial(_free_blocks, pool))
 
     def owned(self, tensors: Tensors) -> Set[int]:
         return cuda.storages_owned(tensors)
@@ -376,6 +389,12 @@ class CudaPool:
     def __del__(self) -> None:
         if "_capture_stream" in self.__dict__:
             self.close()
+
+
+def _free_blocks(pool: PrivatePool) -> dict[int, int]:
+    """Address and bytes of each."""
+    blocks = (block for segment in cuda.pool_segments([pool.id]) for block in segment["blocks"])
+    return {block["address"]: block["size"] for block in blocks if block["state"] == "inactive"}
 
 
 def _poison(storage: Any) -> None:  # the type of a storage in torch's stubs differs from call to call
