@@ -848,7 +848,7 @@ def test_advice_for_collectives_that_dynamo_does_not_trace(tmp_path):
     assert all("leave out async_op=True" in fix for fix in fixes[1]) and all(fixes)
 
 
-_AT = torch.tensor([0, 2])
+_AT, _MASK = torch.tensor([0, 2]), torch.tensor([True, False, True])
 _TABLE = torch.nn.Embedding(10, 4)
 
 
@@ -857,7 +857,7 @@ _TABLE = torch.nn.Embedding(10, 4)
     ("fn", "advice", "better"),
     [
         (
-            lambda x: torch.tanh(x.index_put((_AT,), torch.zeros(2, 4))),
+            lambda x: torch.tanh(x.index_put((_MASK,), torch.zeros(2, 4))),
             "x.scatter(dim, index, source) or x.index_copy(dim, index, source)",
             lambda x: torch.tanh(x.index_copy(0, _AT, torch.zeros(2, 4))),
         ),

@@ -145,13 +145,12 @@ def _nearest(name: Pattern, names: Iterable[Pattern]) -> str | None:
             alike.setdefault(_last_part(other), []).append(other)
     if is_known(name) and mine not in alike:
         return None
-    candidates: list[str | None] = []
     swapped = [each for each in alike if sorted(each) == sorted(mine)]  # letters of a short name
     if close := difflib.get_close_matches(mine, alike, 1, SIMILAR) or swapped:
         found = alike[close[0]]
         as_in_advice = (each for each in found if "::" in each)
-        candidates.append(next(as_in_advice, max(found, key=lambda each: _likeness(name, each))))
-    candidates += [nearest_function(name), nearest_in_library(name)]
+        return next(as_in_advice, max(found, key=lambda each: _likeness(name, each)))
+    candidates = [nearest_function(name), nearest_in_library(name)]
     candidates += difflib.get_close_matches(mine.lower(), sorted(_known_ids()), 1, SIMILAR)
     return max(filter(None, candidates), key=lambda each: _likeness(mine, _last_part(each)), default=None)
 

@@ -149,7 +149,7 @@ class _Stored(NamedTuple):
 _STORE = {
     "copy_": ("target", "value", "non_blocking"),
     "fill_": ("target", "value"),
-    **dict.fromkeys(("index_put", "index_put_"), ("target", "index", "value", "accumulate")),
+    **dict.fromkeys(("index_put", "index_put_"), ("target", "indices", "values", "accumulate")),
     "setitem": ("target", "index", "value"),
     "zero_": ("target",),
 }
@@ -170,8 +170,12 @@ def _stored(node: Node, target: Node) -> _Stored | None:
             return None
         return _Stored(call_before(node, function, node.args, kwargs, result=fresh), is_fresh=True)
 
-    given = {"value": 0.0, "index": ..., "accumulate": False, "non_blocking": False, **arguments(node, *_STORE[name])}
-    value, index, accumulate, *_ = map(given.pop, ("value", "index", "accumulate", "non_blocking", "target"))
+    given = arguments(node, *_STORE[name])
+    index = given.pop("indices", given.pop("index", ...))
+    value = given.pop("values", given.pop("value", 0.0))
+    accumulate = given.pop("accumulate", False)
+    for each in ("target", "non_blocking"):
+        given.pop(each, None)
     parts = (*index,) if isinstance(index, tuple) or name.startswith("index_put") else (index,)
     indices = [part for part in parts if not _is_known(part)]
     tensors = [*map(example, indices), *([example(value)] if isinstance(value, Node) else [])]
