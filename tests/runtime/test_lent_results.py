@@ -169,6 +169,19 @@ def test_released_while_a_result_is_held(device, pair):
     same(plain(batch(device, 2)), y)
 
 
+def test_captured_again_while_nobody_holds_a_result(device, pair):
+    plain, graphed = pair
+    for i in range(12):
+        if i % 4 == 0:
+            release(graphed)
+        same(plain(batch(device, i)), graphed(batch(device, i)))
+    assert is_lent(graphed) and captures(graphed) == 3
+    release(graphed)
+    for i in range(3):
+        same(plain(batch(device, i)), graphed(batch(device, i)))
+    assert is_lent(graphed)
+
+
 @pytest.mark.parametrize("others_first", [False, True])
 def test_shapes_that_share_an_arena(device, pair, others_first):
     """A graph runs beside a held result of another shape if it does not write there."""
@@ -359,6 +372,22 @@ def test_a_result_that_shares_memory_is_copied(backend, device, width):
         del got
     graph = forward_of(graphed).pair.recordings[0].forward.graphs[0]
     assert len(graph.lent_results) == 1 and graph.nbytes_out == want[0].nbytes
+
+
+def test_a_backward_whose_forward_saves_nothing(backend, device, width):
+    """It lends gradients, not results, though it is no pair with its forward."""
+    plain, graphed = twice(lambda x: (x * 2.0 + 1.0) * 3.0, cudagraph_transform(backend=backend))
+    held = []
+    for i in range(8):
+        inputs = [batch(device, i).requires_grad_() for _ in range(2)]
+        results = [fn(x) for fn, x in zip((plain, graphed), inputs)]
+        held.append((results, [torch.autograd.grad(y.square().sum(), x)[0] for y, x in zip(results, inputs)]))
+        for pairs in held:
+            for want, got in pairs:
+                same(want, got)
+        held = held[-(i % 3) :]
+    (backward,) = (program for program in programs(graphed) if program.kind == "backward")
+    assert replays(graphed) >= 4 and not backward.gives_large
 
 
 def test_small_results_are_copied(backend, device, monkeypatch):
