@@ -12,6 +12,7 @@ from torch import nn
 
 from thunder_cg import cudagraph_transform, release
 from thunder_cg.analysis import segments
+from thunder_cg.runtime.cuda.pool import CudaLoan
 from thunder_cg.runtime.pair import Pair
 from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.region_capture import RegionCapture
@@ -167,6 +168,19 @@ def test_released_while_a_result_is_held(device, pair):
     for i in range(3, 7):
         same(plain(batch(device, i)), graphed(batch(device, i)))
     same(plain(batch(device, 2)), y)
+
+
+def test_captured_again_while_nobody_holds_a_result(device, pair):
+    plain, graphed = pair
+    for i in range(12):
+        if i % 4 == 0:
+            release(graphed)
+        same(plain(batch(device, i)), graphed(batch(device, i)))
+    assert is_lent(graphed) and captures(graphed) == 3
+    release(graphed)
+    for i in range(3):
+        same(plain(batch(device, i)), graphed(batch(device, i)))
+    assert is_lent(graphed)
 
 
 @pytest.mark.parametrize("others_first", [False, True])
@@ -361,6 +375,22 @@ def test_a_result_that_shares_memory_is_copied(backend, device, width):
     assert len(graph.lent_results) == 1 and graph.nbytes_out == want[0].nbytes
 
 
+def test_a_backward_whose_forward_saves_nothing(backend, device, width):
+    """It lends gradients, not results, though it is no pair with its forward."""
+    plain, graphed = twice(lambda x: (x * 2.0 + 1.0) * 3.0, cudagraph_transform(backend=backend))
+    held = []
+    for i in range(8):
+        inputs = [batch(device, i).requires_grad_() for _ in range(2)]
+        results = [fn(x) for fn, x in zip((plain, graphed), inputs)]
+        held.append((results, [torch.autograd.grad(y.square().sum(), x)[0] for y, x in zip(results, inputs)]))
+        for pairs in held:
+            for want, got in pairs:
+                same(want, got)
+        held = held[-(i % 3) :]
+    (backward,) = (program for program in programs(graphed) if program.kind == "backward")
+    assert replays(graphed) >= 4 and not backward.gives_large
+
+
 def test_small_results_are_copied(backend, device, monkeypatch):
     monkeypatch.undo()
     model = layers(16, device).requires_grad_(False)
@@ -369,3 +399,47 @@ def test_small_results_are_copied(backend, device, monkeypatch):
     for _ in range(4):
         same(plain(x), graphed(x))
     assert not is_lent(graphed)
+
+
+class Block:
+    """What an allocator hands out, and gets back."""
+
+    def __init__(self, free, address, nbytes):
+        self._free, self._address, self._size = free, address, free.pop(address)
+        if self._size >= 2 * nbytes:
+            free[address + nbytes], self._size = self._size - nbytes, nbytes
+
+    def untyped_storage(self):
+        return self
+
+    def data_ptr(self):
+        return self._address
+
+    def __del__(self):
+        self._size += self._free.pop(self._address + self._size, 0)
+        self._free[self._address] = self._size
+
+
+def test_a_loan_finds_its_place_among_smaller_blocks():
+    """The allocator hands out the smallest block that fits, and cuts a larger one."""
+    storage = torch.empty(64, dtype=torch.uint8, device="cpu").untyped_storage()
+    at = storage.data_ptr()
+    segments = {at + 1000: 70, at + 2000: 150, at: 256, at + 3000: 400, at + 4000: 10}
+    free, asked = dict(segments), []
+
+    def allocate(nbytes):
+        fits = [(size, address) for address, size in free.items() if size >= nbytes]
+        if not fits:
+            raise torch.OutOfMemoryError
+        return Block(free, min(fits)[1], nbytes)
+
+    loan = CudaLoan(storage, allocate, lambda: asked.append(1) or dict(free))
+    assert loan.take() is storage and loan.has_owner() and loan.is_held()
+    del storage
+    assert not loan.has_owner() and not loan.is_held() and len(asked) == 1
+    assert free == segments
+    assert not loan.is_held() and len(asked) == 1  # it remembers how many blocks come first
+    held = free.pop(at)
+    assert loan.is_held() and len(asked) == 2
+    free[at] = held
+    assert not loan.is_held() and free == segments

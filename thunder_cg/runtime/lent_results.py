@@ -17,8 +17,8 @@ Note [Lent results]
     function that was captured beside held results several times.
 
     Nothing is lent in an arena that calls have trained in, since one held result would have all of them take another
-    arena, with as much memory. Nor is anything lent while calls wait in the arena, with ``verify=``, which runs calls
-    twice, nor with ``memory_budget=``, which would count it.
+    arena, with as much memory. Nor is anything lent with ``verify=``, which runs calls twice, nor with
+    ``memory_budget=``, which would count it.
 """
 
 from __future__ import annotations

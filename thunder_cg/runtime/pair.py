@@ -53,7 +53,6 @@ class Pair:
         # See Note [Lent gradients].
         self.lends = options.verify is None and options.memory_budget is None
         self.lends_results = self.lends  # see Note [Lent results]
-        self._lending_captures: Counter[Any] = Counter()  # by layout
         self._captures_beside_loans: Counter[Any] = Counter()  # by layout
         self._avoids_loans = False  # whether its captures take arenas of which nobody has results
         self.has_moved_gradients = False
@@ -122,18 +121,14 @@ class Pair:
 
     # See Note [Lent results].
 
-    def may_lend_again(self, key: Any) -> bool:
-        """Counts a capture of this layout that lends results. False if callers hold too many: they are copied out."""
-        self._lending_captures[key] += 1
-        if self._lending_captures[key] > _TAKE_TURNS:
+    def note_capture_beside_loans(self, key: Any) -> None:
+        """Counts a capture of this layout while callers have results. If they hold too many, results are copied out.
+        If it is captured again and again, since each time they hold others, it is to be where they hold none."""
+        self._captures_beside_loans[key] += 1
+        if self._captures_beside_loans[key] > _TAKE_TURNS and self.lends_results:
             self.lends_results = False
             for recording in [*self.recordings]:
                 self.discard(recording, "callers hold large results of more calls than graphs take turns")
-        return self.lends_results
-
-    def note_capture_beside_loans(self, key: Any) -> None:
-        """Counts a capture of this layout while callers have results: a replay may have to spare others."""
-        self._captures_beside_loans[key] += 1
         self._avoids_loans |= self._captures_beside_loans[key] >= _MOST_BESIDE_LOANS
 
     def note_places(self, loans: Sequence[Loan], arena: Arena, ranges: Sequence[tuple[int, int]]) -> None:
@@ -176,6 +171,7 @@ class Pair:
                 arena.release()
         self._used, self._used_scratch = [], []
         self.lost.clear()
+        self._captures_beside_loans.clear()
 
     def close_recordings(self, *, may_wait: bool) -> None:
         """Before a process group goes: destroys all graphs of the pair, which may hold its communicator."""

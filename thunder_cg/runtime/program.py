@@ -383,8 +383,10 @@ class Program:
             self._reserve(call)
             return call.switch_to(Mode.WARMUP)
         assert call.arena is not None
-        if self.gives_large and self.regions[0].lends_results(call) and not self.pair.may_lend_again(call.key):
-            self.counts.remark = self.counts.remark or _RESULTS_HELD
+        if self.pair.call_memory is None and call.arena.places_on_loan():
+            self.pair.note_capture_beside_loans(call.key)
+            if self.gives_large and not self.pair.lends_results:
+                self.counts.remark = self.counts.remark or _RESULTS_HELD
         if call.recording is None:
             call.recording = Recording(call.arena)
             call.arena.trim()  # what warm-ups needed is laid out in another way
@@ -404,8 +406,6 @@ class Program:
         beside = recording.arena.waiting_beside(recording.token)
         graphs: list[RegionGraph | None] = [None] * len(self.regions)
         call.trace = TraceRecording(guard, graphs, self.counts.calls, call.scratch, call.key, beside=beside)
-        if self.pair.call_memory is None and call.arena.places_on_loan():
-            self.pair.note_capture_beside_loans(call.key)
         call.verifies = self.options.verify is not None
         self._schedule_verification()
         return call.switch_to(Mode.CAPTURE)
@@ -483,7 +483,8 @@ class Program:
     @cached_property
     def gives_large(self) -> bool:
         """Whether results are large enough to be lent, and may be. See Note [Lent results]."""
-        may_lend = self.pair.call_memory is None and self.is_one_region and self.collectives is None
+        is_inference = self.kind == "forward" and self.pair.call_memory is None
+        may_lend = is_inference and self.is_one_region and self.collectives is None
         outputs = [each for region in self.regions for each in region.io.outputs if each.copied_out]
         return may_lend and any(is_large(self.ops.values[each.name].nbytes) for each in outputs)
 

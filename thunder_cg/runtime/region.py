@@ -383,9 +383,7 @@ class RuntimeRegion:
 
     def lends_results(self, call: Call) -> bool:
         """Whether the caller gets large results in the arena's memory. See Note [Lent results]."""
-        program, arena = call.program, call.memory
-        may_lend = program.pair.lends_results and not (arena.trains or arena.waiting_beside(call.token))
-        return program.gives_large and may_lend
+        return call.program.gives_large and call.program.pair.lends_results and not call.memory.trains
 
     def lends_gradients(self, call: Call) -> bool:
         """Whether the caller gets gradients in the arena's memory. See Note [Lent gradients]."""

@@ -90,6 +90,7 @@ class CudaLoan:
     ) -> None:
         self.place = storage.data_ptr(), storage.nbytes()
         self._allocate, self._free = allocate, free
+        self._tries = 1  # how many blocks it has taken so far until the allocator handed this one out
         self._own: torch.UntypedStorage | None = storage  # before it is lent the first time
         self._is_gone: Callable[[], bool] = lambda: False
 
@@ -110,14 +111,15 @@ class CudaLoan:
             return None
         address, nbytes = self.place
         others: list[torch.UntypedStorage] = []
-        tries = 1
+        tries = self._tries
         with suppress(RuntimeError):  # too little memory, or a user captures on another thread
             while len(others) < tries:
                 storage = self._allocate(nbytes).untyped_storage()
                 if storage.data_ptr() == address:
+                    self._tries = max(self._tries, len(others) + 1)
                     return storage
                 others.append(storage)
-                if len(others) == 1 and (free := self._free()).get(address, 0) >= nbytes:
+                if len(others) == self._tries and (free := self._free()).get(address, 0) >= nbytes:
                     # The allocator hands out the smallest block first, and may cut it into several.
                     tries += sum(size // nbytes for size in free.values() if size <= free[address])
         return None
