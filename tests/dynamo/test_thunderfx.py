@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from thunder_cg import OptionError, cudagraph_transform, explain, graphed_step, thunderfx
 from thunder_cg.compat.dynamo import _condition
-from thunder_cg.compat.fx import DataDependentOutputException, dtype_of_casts
+from thunder_cg.compat.fx import DataDependentOutputException, DynamicOutputShapeException, dtype_of_casts
 from thunder_cg.compat.guards import attribute_writes_are_reported
 from thunder_cg.dynamo.compiler import _called_directly
 from thunder_cg.dynamo.own_symbols import trace_multi_head_attention
@@ -874,6 +874,25 @@ def test_inductor_does_not_read_tensors(monkeypatch):
         x = torch.randn(3, 4)
         same(graphed(x, torch.tensor(2)), _padded(x, torch.tensor(2)))
     assert replays(graphed) == 2
+
+
+def test_inductor_makes_no_sizes_that_depend_on_data(monkeypatch):
+    """It raises after it has changed the piece so that it returns a tuple, as it does on a GPU."""
+
+    def refuse(graph, inputs):
+        def fail(graph, inputs):
+            raise DynamicOutputShapeException("aten.nonzero.default")
+
+        return torch._inductor.compile_fx.make_graph_return_tuple(graph, inputs, fail)
+
+    def masked(x, rows):
+        return (x * 2).index_put((rows,), x[:2].sin()) * x
+
+    monkeypatch.setattr(torch._inductor, "compile", refuse)
+    graphed = thunderfx(masked, backend="tape")
+    for _ in range(3):
+        x, rows = torch.randn(3, 4), torch.tensor([True, False, True])
+        same(graphed(x, rows), masked(x, rows))
 
 
 class Cubes(torch.autograd.Function):

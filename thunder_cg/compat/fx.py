@@ -14,7 +14,11 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import NumpyTensorSource
 from torch._dynamo.utils import numpy_method_wrapper, numpy_operator_wrapper, numpy_to_tensor_wrapper
 from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException, FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException as DataDependentOutputException,
+    DynamicOutputShapeException as DynamicOutputShapeException,
+    FakeTensor,
+)
 from torch.fx import Graph, Node, Proxy
 from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols
 from torch.fx.node import map_arg

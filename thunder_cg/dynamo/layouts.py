@@ -15,7 +15,14 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from thunder_cg.analysis.sources import called_from, described, user_frames
-from thunder_cg.compat.fx import DataDependentOutputException, example, inside_transforms, is_read_number, operator_name
+from thunder_cg.compat.fx import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    example,
+    inside_transforms,
+    is_read_number,
+    operator_name,
+)
 from thunder_cg.compat.settings import dispatch_mode_count
 from thunder_cg.compat.tensors import has_storage, shares_storage, tensors_in
 from thunder_cg.compat.torch_compile import InductorError
@@ -89,7 +96,9 @@ def keeping_layouts(compile_piece: Callable[..., Any]) -> Callable[..., Any]:
             return operators_of_piece
         try:
             compiled: Callable[..., Any] = compile_piece(piece, inputs, *args, **kwargs)
-        except DataDependentOutputException:  # Inductor reads no tensor, and Dynamo would give up the whole function
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            # Inductor reads no tensor. Dynamo would give up the whole function, or Thunder would run the piece, which
+            # Inductor has changed by then so that it returns a tuple.
             return operators_of_piece
         except AssertionError:  # Inductor (2.11) cannot differentiate some pieces that read a number from a tensor
             if not any(is_read_number(example(node)) for node in operators_of_piece.graph.nodes):
