@@ -385,6 +385,7 @@ class Program:
         assert call.arena is not None
         if self.pair.call_memory is None and call.arena.places_on_loan():
             self.pair.note_capture_beside_loans(call.key)
+            self.backend.give_back()  # as the memory of a warm-up's result, which nobody has any more
             if self.gives_large and not self.pair.lends_results:
                 self.counts.remark = self.counts.remark or _RESULTS_HELD
         if call.recording is None:

@@ -364,7 +364,6 @@ class CudaPool:
 
     def trim(self) -> bool:
         if self._graphs:
-            _free_cache()  # such as results of a warm-up, in a private pool from before
             return False
         self._open_private_pool()
         with suppress(Exception), capturing(self._index):  # the next capture fails as well then, and recovers
