@@ -89,3 +89,27 @@ def test_results_on_two_streams():
                 equal = torch.equal(y, model(x + i))
             assert equal, i
             del y
+
+
+def test_a_stream_still_reads_a_result_that_another_stream_is_to_replace():
+    """Each stream gets results in turn; the first one lets go of its result while its kernels have yet to read it."""
+    model, x = model_and_input()
+    graphed = thunder.jit(model, transforms=[cudagraph_transform()])
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.no_grad():
+        for _ in range(6):
+            y = graphed(x)  # two graphs take turns
+        del y
+        torch.cuda.synchronize()
+        with torch.cuda.stream(first):
+            y = graphed(x * 2)
+        with torch.cuda.stream(second):
+            z = graphed(x * 3)
+        with torch.cuda.stream(first):
+            torch.cuda._sleep(200_000_000)  # about 100 ms
+            found = y.clone()
+            del y
+        with torch.cuda.stream(second):
+            graphed(x * 4)
+        torch.cuda.synchronize()
+        assert torch.equal(found, model(x * 2)) and torch.equal(z, model(x * 3))

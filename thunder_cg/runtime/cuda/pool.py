@@ -27,7 +27,7 @@ import torch
 from thunder_cg.analysis.segments import LEAST_SEGMENT
 from thunder_cg.compat import cuda
 from thunder_cg.compat.settings import deterministic_fill
-from thunder_cg.compat.tensors import is_gone, keep_with_storage
+from thunder_cg.compat.tensors import WeakStorage, keep_with_storage
 from thunder_cg.compat.torch_compile import timing_kernels_in
 from thunder_cg.runtime.backend import CopiedOut, Function, Tensors
 from thunder_cg.runtime.cuda import copy_nodes
@@ -77,9 +77,13 @@ class PrivatePool:
 class CudaLoan:
     """See `Loan`. The allocator says whether anybody has the memory: it hands out no block that is in use.
 
+    The allocator takes the memory to be used on the capture stream, but callers use it on the stream on which they got
+    it. So the stream on which it is found to be free, where a graph may write to it next, is ordered after that one.
+
     Args:
         storage: of the memory, which nobody else has yet.
         free: of the pool: address and bytes of each free block.
+        follow: orders the current stream after the one that was current at the last call; see `StreamOrder`.
     """
 
     def __init__(
@@ -87,27 +91,29 @@ class CudaLoan:
         storage: torch.UntypedStorage,
         allocate: Callable[[int], torch.Tensor],
         free: Callable[[], Mapping[int, int]],
+        follow: Callable[[], object],
     ) -> None:
         self.place = storage.data_ptr(), storage.nbytes()
-        self._allocate, self._free = allocate, free
+        self._allocate, self._free, self._follow = allocate, free, follow
         self._tries = 1  # how many blocks it has taken so far until the allocator handed this one out
         self._own: torch.UntypedStorage | None = storage  # before it is lent the first time
-        self._is_gone: Callable[[], bool] = lambda: False
+        self._lent: WeakStorage | None = None
 
     def take(self) -> torch.UntypedStorage | None:
         storage, self._own = self._own or self._reallocated(), None
         if storage is not None:
-            self._is_gone = is_gone(storage)
+            self._follow()
+            self._lent = WeakStorage(storage)
         return storage
 
     def is_held(self) -> bool:
         return self._own is None and self._reallocated() is None
 
     def has_owner(self) -> bool:
-        return self._own is None and not self._is_gone()
+        return self._lent is not None and self._lent.is_at(self.place[0])
 
     def _reallocated(self) -> torch.UntypedStorage | None:
-        if not self._is_gone():
+        if self._lent is None or not self._lent.expired():
             return None
         address, nbytes = self.place
         others: list[torch.UntypedStorage] = []
@@ -117,6 +123,7 @@ class CudaLoan:
                 storage = self._allocate(nbytes).untyped_storage()
                 if storage.data_ptr() == address:
                     self._tries = max(self._tries, len(others) + 1)
+                    self._follow()
                     return storage
                 others.append(storage)
                 if len(others) == self._tries and (free := self._free()).get(address, 0) >= nbytes:
@@ -327,8 +334,9 @@ class CudaPool:
         storage, segments = tensor.untyped_storage(), cuda.pool_segments([self._private_pool.id])
         if all(segment["address"] != storage.data_ptr() for segment in segments):
             return None
-        pool = self._private_pool
-        return CudaLoan(storage, partial(self._allocate, private_pool=pool), partial(_free_blocks, pool))
+        pool, order = self._private_pool, StreamOrder(self._index)
+        allocate = partial(self._allocate, private_pool=pool)
+        return CudaLoan(storage, allocate, partial(_free_blocks, pool), order.follow)
 
     def owned(self, tensors: Tensors) -> Set[int]:
         return cuda.storages_owned(tensors)
