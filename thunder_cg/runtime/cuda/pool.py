@@ -192,7 +192,8 @@ class CudaPool:
         # If PyTorch fills new memory, a kernel runs, which has to be ordered. Otherwise nothing runs.
         stream = self._capture_stream.stream
         on_stream: Any = self._on_capture_stream() if deterministic_fill() else torch.cuda.stream(stream)
-        with on_stream, cuda.use_pool(self._index, (private_pool or self._private_pool).id):
+        # The lock, because PyTorch gives what is allocated on a stream under capture to the pool of that capture.
+        with self._capture_stream.lock, on_stream, cuda.use_pool(self._index, (private_pool or self._private_pool).id):
             return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", self._index))
 
     def warm_up(self, fn: Function, args: Sequence[Any]) -> Sequence[Any]:
