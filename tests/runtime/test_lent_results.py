@@ -425,9 +425,6 @@ class Block:
         if self._size >= 2 * nbytes:
             free[address + nbytes], self._size = self._size - nbytes, nbytes
 
-    def untyped_storage(self):
-        return self
-
     def data_ptr(self):
         return self._address
 

@@ -26,7 +26,6 @@ import torch
 
 from thunder_cg.analysis.segments import LEAST_SEGMENT
 from thunder_cg.compat import cuda
-from thunder_cg.compat.settings import deterministic_fill
 from thunder_cg.compat.tensors import WeakStorage, keep_with_storage
 from thunder_cg.compat.torch_compile import timing_kernels_in
 from thunder_cg.runtime.backend import CopiedOut, Function, Tensors
@@ -89,7 +88,7 @@ class CudaLoan:
     def __init__(
         self,
         storage: torch.UntypedStorage,
-        allocate: Callable[[int], torch.Tensor],
+        allocate: Callable[[int], torch.UntypedStorage],
         free: Callable[[], Mapping[int, int]],
         follow: Callable[[], object],
     ) -> None:
@@ -120,7 +119,7 @@ class CudaLoan:
         tries = self._tries
         with suppress(RuntimeError):  # too little memory, or a user captures on another thread
             while len(others) < tries:
-                storage = self._allocate(nbytes).untyped_storage()
+                storage = self._allocate(nbytes)
                 if storage.data_ptr() == address:
                     self._tries = max(self._tries, len(others) + 1)
                     self._follow()
@@ -183,18 +182,19 @@ class CudaPool:
 
     def memory(self, nbytes: int) -> torch.Tensor:
         try:
-            return self._allocate(nbytes)
+            storage = self._allocate(nbytes)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()  # see Note [Memory for a pool]
-            return self._allocate(nbytes)
+            storage = self._allocate(nbytes)
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
-    def _allocate(self, nbytes: int, private_pool: PrivatePool | None = None) -> torch.Tensor:
-        # If PyTorch fills new memory, a kernel runs, which has to be ordered. Otherwise nothing runs.
-        stream = self._capture_stream.stream
-        on_stream: Any = self._on_capture_stream() if deterministic_fill() else torch.cuda.stream(stream)
+    def _allocate(self, nbytes: int, private_pool: PrivatePool | None = None) -> torch.UntypedStorage:
+        """A storage, since a new tensor is filled where algorithms are to be deterministic, and gradients that are lent
+        may be there: see Note [Lent gradients]."""
+        stream, pool = self._capture_stream, private_pool or self._private_pool
         # The lock, because PyTorch gives what is allocated on a stream under capture to the pool of that capture.
-        with self._capture_stream.lock, on_stream, cuda.use_pool(self._index, (private_pool or self._private_pool).id):
-            return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", self._index))
+        with stream.lock, torch.cuda.stream(stream.stream), cuda.use_pool(self._index, pool.id):
+            return torch.UntypedStorage(nbytes, device=torch.device("cuda", self._index))
 
     def warm_up(self, fn: Function, args: Sequence[Any]) -> Sequence[Any]:
         generator = torch.cuda.get_rng_state(self._index)
