@@ -89,3 +89,46 @@ def test_results_on_two_streams():
                 equal = torch.equal(y, model(x + i))
             assert equal, i
             del y
+
+
+def test_a_stream_still_reads_a_result_that_another_stream_is_to_replace():
+    """Each stream gets results in turn; the first one lets go of its result while its kernels have yet to read it."""
+    model, x = model_and_input()
+    graphed = thunder.jit(model, transforms=[cudagraph_transform()])
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.no_grad():
+        for _ in range(6):
+            y = graphed(x)  # two graphs take turns
+        del y
+        torch.cuda.synchronize()
+        with torch.cuda.stream(first):
+            y = graphed(x * 2)
+        with torch.cuda.stream(second):
+            z = graphed(x * 3)
+        with torch.cuda.stream(first):
+            torch.cuda._sleep(200_000_000)  # about 100 ms
+            found = y.clone()
+            del y
+        with torch.cuda.stream(second):
+            graphed(x * 4)
+        torch.cuda.synchronize()
+        assert torch.equal(found, model(x * 2)) and torch.equal(z, model(x * 3))
+
+
+def test_looking_for_results_fills_no_memory():
+    """Where algorithms are to be deterministic, PyTorch fills new tensors; gradients that are lent may be there."""
+    x = torch.randn(4096, 4096, device="cuda")
+    torch.use_deterministic_algorithms(True)
+    try:
+        graphed = thunder.jit(lambda x: (x * 2.0 + 1.0) * 3.0, transforms=[cudagraph_transform()])
+        for i in range(8):
+            leaf = (x + i).requires_grad_()
+            y = graphed(leaf)
+            (gradient,) = torch.autograd.grad(y.sum(), leaf)
+            del y
+            with torch.no_grad():
+                other = graphed(x)
+            assert torch.equal(gradient, torch.full_like(x, 6.0)), i
+            assert torch.equal(other, (x * 2.0 + 1.0) * 3.0), i
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from threading import Event, Thread
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -324,6 +325,21 @@ def test_memory_of_a_result_that_somebody_else_has(backend, device, width, monke
     assert is_lent(graphed) and captures(graphed) == 2 and sum(forward_of(graphed).counts.fallbacks.values()) == 1
 
 
+def test_an_error_while_the_places_are_found(device, pair, monkeypatch):
+    """Such as an interrupt: the arena is free afterwards."""
+    plain, graphed = pair
+    for i in range(3):
+        y = graphed(batch(device, i))
+    (arena,) = {arena for program in programs(graphed) for arena in program.pair.arenas()}
+    with monkeypatch.context() as patch:
+        patch.setattr(type(arena.on_loan[0]), "is_held", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            graphed(batch(device, 3))
+    assert not arena.is_held()
+    same(plain(batch(device, 2)), y)
+    same(plain(batch(device, 4)), graphed(batch(device, 4)))
+
+
 def test_another_thread_has_the_result(device, pair):
     """It is neither moved nor written while that thread has it."""
     plain, graphed = pair
@@ -409,9 +425,6 @@ class Block:
         if self._size >= 2 * nbytes:
             free[address + nbytes], self._size = self._size - nbytes, nbytes
 
-    def untyped_storage(self):
-        return self
-
     def data_ptr(self):
         return self._address
 
@@ -433,13 +446,26 @@ def test_a_loan_finds_its_place_among_smaller_blocks():
             raise torch.OutOfMemoryError
         return Block(free, min(fits)[1], nbytes)
 
-    loan = CudaLoan(storage, allocate, lambda: asked.append(1) or dict(free))
-    assert loan.take() is storage and loan.has_owner() and loan.is_held()
+    ordered: list[int] = []
+    loan = CudaLoan(storage, allocate, lambda: asked.append(1) or dict(free), lambda: ordered.append(1))
+    assert loan.take() is storage and loan.has_owner() and loan.is_held() and len(ordered) == 1
     del storage
     assert not loan.has_owner() and not loan.is_held() and len(asked) == 1
+    assert len(ordered) == 2  # a graph that writes there next does so after the stream that has read it
     assert free == segments
     assert not loan.is_held() and len(asked) == 1  # it remembers how many blocks come first
     held = free.pop(at)
     assert loan.is_held() and len(asked) == 2
     free[at] = held
     assert not loan.is_held() and free == segments
+
+
+@pytest.mark.parametrize("nbytes", [0, 2**20])
+def test_a_result_that_was_resized_has_given_its_place_up(nbytes):
+    """``out=`` does it, too. Its storage still exists, but a graph that is captured now may write to the place."""
+    storage = torch.empty(64, dtype=torch.uint8, device="cpu").untyped_storage()
+    loan = CudaLoan(storage, lambda nbytes: pytest.fail("it is not gone"), dict, lambda: None)
+    y = torch.empty(0, dtype=torch.uint8).set_(loan.take())
+    assert loan.has_owner()
+    y.untyped_storage().resize_(nbytes)
+    assert not loan.has_owner() and loan.is_held()

@@ -19,11 +19,6 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_dispa
 without_torch_functions = torch._C.DisableTorchFunction
 
 
-def deterministic_fill() -> bool:
-    """Whether PyTorch fills new memory, because algorithms are to be deterministic."""
-    return torch._C._get_deterministic_algorithms() and torch._C._get_deterministic_fill_uninitialized_memory()
-
-
 dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
 function_mode_count: Callable[[], int] = torch._C._len_torch_function_stack
 is_traced: Callable[[], bool] = torch._C._is_tracing  # by ``torch.jit.trace``, on this thread

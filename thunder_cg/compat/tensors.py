@@ -87,10 +87,13 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def is_gone(storage: torch.UntypedStorage) -> Callable[[], bool]:
-    """What says whether nobody has the storage any more. It does not keep the storage."""
-    gone: Callable[[], bool] = StorageWeakRef(storage).expired
-    return gone
+class WeakStorage(StorageWeakRef):
+    """A weak reference to a storage."""
+
+    def is_at(self, address: int) -> bool:
+        """Whether somebody has the storage, and with its memory there: ``resize_`` gives it other memory."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.cdata)
+        return storage is not None and storage.data_ptr() == address
 
 
 def keep_with_storage(tensor: torch.Tensor, kept: Any) -> None:

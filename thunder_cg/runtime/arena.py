@@ -142,14 +142,14 @@ class Arena:
         """
         if not self._held.acquire(False):
             return False
-        may_hold = not self._waiting or beside >= self._waiting.keys()
-        if self.on_loan:
-            places = self.places_on_loan()
-            may_hold = may_hold and (spared is None or spared >= places)
-        if not may_hold:
-            self._held.release()
-            return False
-        return not self._lent or self._take_back()
+        may_hold = False
+        try:
+            places = self.places_on_loan() if self.on_loan else _NOTHING
+            may_hold = (not self._waiting or beside >= self._waiting.keys()) and (spared is None or spared >= places)
+        finally:
+            if not may_hold:
+                self._held.release()
+        return may_hold and (not self._lent or self._take_back())
 
     def places_on_loan(self) -> set[object]:
         """Where callers have results in its memory. Only for the holder."""

@@ -77,7 +77,7 @@ class Loan(Protocol):
         """Whether somebody has it, or a stream that somebody named still uses it."""
 
     def has_owner(self) -> bool:
-        """Whether tensors have it, and so have had it since it was taken last."""
+        """Whether tensors have it, and so have had it since it was taken last. Not if ``resize_`` gave it up."""
 
 
 class Pool(Protocol):

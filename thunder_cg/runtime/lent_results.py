@@ -5,16 +5,17 @@ Note [Lent results]
     and copied it out, it would exist twice. So a trace without a backward that is one region lends its large results:
     the caller's tensor owns the memory that the graph wrote, in the arena's pool. Nothing moves such a tensor, and
     nothing writes to it while somebody has it. Only the allocator knows whether somebody has: a tensor, a stream that
-    ``record_stream`` named, another process. So before a replay, the memory is allocated anew. Where the allocator
-    returns the same place, nobody has it.
+    ``record_stream`` named, another process. So before the arena is used, that memory is allocated anew. If the
+    allocator returns the same place, nobody has it. The allocator does not know on which stream the caller used the
+    memory, so the stream of the new call then waits for the stream of the call that lent it.
 
     A graph may be replayed beside a held result if it does not write there. So a recording keeps the places that it
-    spares: those that were held from before its capture to after it, and those that later warm-ups and captures got in
-    new segments. In a loop like ``y = model(x)``, the last result is held while the next one is made. Then the next
-    call captures once more, and from then on two graphs take turns, with two places, as two results exist without
-    graphs. If both are held, or after many captures, the pair copies its results out. Calls that train use another
-    arena while a result is held, since their backward may write where their forward does not. So do the captures of a
-    function that was captured beside held results several times.
+    spares: those that tensors held from before its capture to after it, and those that later warm-ups and captures got
+    in new segments. In a loop like ``y = model(x)``, the last result is held while the next one is made. Then the next
+    call captures once more, and from then on two graphs take turns, with two places. Two results exist without graphs,
+    too. If both are held, or after more captures beside held results, the pair copies its results out. If a function
+    was captured beside held results several times, its later captures use an arena of which nobody has results. So do
+    calls that train, since their backward may write where their forward does not.
 
     Nothing is lent in an arena that calls have trained in, since one held result would have all of them take another
     arena, with as much memory. Nor is anything lent with ``verify=``, which runs calls twice, nor with
@@ -59,17 +60,8 @@ class LentResult:
         results[self._position] = torch.empty(0, dtype=self._dtype, device=self._device).set_(storage, *self._layout)
 
 
-def large(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """By their storages, the tensors that are large enough to be lent, and alone in their memory."""
-    uses = Counter(map(storage_id, tensors))
-    return {
-        storage: tensor
-        for tensor in tensors
-        if uses[storage := storage_id(tensor)] == 1 and is_whole(tensor) and is_large(tensor.nbytes)
-    }
-
-
 def loans(pool: Pool, tensors: Sequence[torch.Tensor]) -> Mapping[int, Loan]:
-    """By their storages, how the pool lends those of the results that are large."""
-    found = {storage: pool.loan(tensor) for storage, tensor in large(tensors).items()}
-    return {storage: loan for storage, loan in found.items() if loan is not None}
+    """By their storages, how the pool lends those of the results that are large, and alone in their memory."""
+    uses = Counter(map(storage_id, tensors))
+    alone = (each for each in tensors if uses[storage_id(each)] == 1 and is_whole(each) and is_large(each.nbytes))
+    return {storage_id(each): loan for each in alone if (loan := pool.loan(each)) is not None}

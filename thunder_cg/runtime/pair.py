@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 _TAKE_TURNS = 2  # graphs of a layout, with results in places of their own
-_MOST_BESIDE_LOANS = 4  # captures of a layout
+_MOST_BESIDE_LOANS = 4  # captures of a layout; later calls of the pair do so in an arena of which nobody has results
 _NO_PLACES: frozenset[object] = frozenset()
 _pairs_of_leaves = WeakTensorKeyDictionary()  # by parameter: the pairs whose backwards have a gradient of it
 
@@ -54,7 +54,6 @@ class Pair:
         self.lends = options.verify is None and options.memory_budget is None
         self.lends_results = self.lends  # see Note [Lent results]
         self._captures_beside_loans: Counter[Any] = Counter()  # by layout
-        self._avoids_loans = False  # whether its captures take arenas of which nobody has results
         self.has_moved_gradients = False
         self.backward_varies = False  # whether recordings keep what the forward saved, for other backwards
         self.selection: Selection | None = None  # what times the regions; None if nothing is to be timed
@@ -129,7 +128,6 @@ class Pair:
             self.lends_results = False
             for recording in [*self.recordings]:
                 self.discard(recording, "callers hold large results of more calls than graphs take turns")
-        self._avoids_loans |= self._captures_beside_loans[key] >= _MOST_BESIDE_LOANS
 
     def note_places(self, loans: Sequence[Loan], arena: Arena, ranges: Sequence[tuple[int, int]]) -> None:
         """A capture lends these in the arena. Earlier recordings spare what is in none of the earlier ``ranges``."""
@@ -202,7 +200,8 @@ class Pair:
                 arena.capture_anew(self.call_memory.shared)
             return True
 
-        spared = _NO_PLACES if self.call_memory is not None or self._avoids_loans else None
+        avoids_loans = max(self._captures_beside_loans.values(), default=0) >= _MOST_BESIDE_LOANS
+        spared = _NO_PLACES if self.call_memory is not None or avoids_loans else None
         arena = self._arenas.hold(self._used, self.call_memory, join, spared)
         if arena is None:
             self._found_held += 1

@@ -24,9 +24,9 @@ from thunder_cg.compat.cuda import storage_at
 from thunder_cg.compat.objects import alive, without_garbage_collection
 from thunder_cg.compat.settings import disable_dispatch_modes
 from thunder_cg.compat.tensors import (
+    WeakStorage,
     has_memory,
     has_storage,
-    is_gone,
     is_wrapper_type,
     is_zero_tensor,
     storage_id,
@@ -483,7 +483,7 @@ class TapeLoan:
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.place = storage.data_ptr(), storage.nbytes()
         self._memory = storage
-        self._is_gone: Callable[[], bool] = lambda: True
+        self._lent: WeakStorage | None = None
 
     def take(self) -> torch.UntypedStorage | None:
         if self.is_held():
@@ -491,14 +491,14 @@ class TapeLoan:
         address, nbytes = self.place
         storage: Any = storage_at(address, self._memory.device, nbytes)
         storage.kept = self._memory
-        self._is_gone = is_gone(storage)
+        self._lent = WeakStorage(storage)
         return cast(torch.UntypedStorage, storage)
 
     def is_held(self) -> bool:
         return self.has_owner()
 
     def has_owner(self) -> bool:
-        return not self._is_gone()
+        return self._lent is not None and not self._lent.expired()
 
 
 class TapePool:

@@ -26,8 +26,7 @@ import torch
 
 from thunder_cg.analysis.segments import LEAST_SEGMENT
 from thunder_cg.compat import cuda
-from thunder_cg.compat.settings import deterministic_fill
-from thunder_cg.compat.tensors import is_gone, keep_with_storage
+from thunder_cg.compat.tensors import WeakStorage, keep_with_storage
 from thunder_cg.compat.torch_compile import timing_kernels_in
 from thunder_cg.runtime.backend import CopiedOut, Function, Tensors
 from thunder_cg.runtime.cuda import copy_nodes
@@ -77,46 +76,53 @@ class PrivatePool:
 class CudaLoan:
     """See `Loan`. The allocator says whether anybody has the memory: it hands out no block that is in use.
 
+    The allocator takes the memory to be used on the capture stream, but callers use it on the stream on which they got
+    it. So the stream on which it is found to be free, where a graph may write to it next, is ordered after that one.
+
     Args:
         storage: of the memory, which nobody else has yet.
         free: of the pool: address and bytes of each free block.
+        follow: orders the current stream after the one that was current at the last call; see `StreamOrder`.
     """
 
     def __init__(
         self,
         storage: torch.UntypedStorage,
-        allocate: Callable[[int], torch.Tensor],
+        allocate: Callable[[int], torch.UntypedStorage],
         free: Callable[[], Mapping[int, int]],
+        follow: Callable[[], object],
     ) -> None:
         self.place = storage.data_ptr(), storage.nbytes()
-        self._allocate, self._free = allocate, free
+        self._allocate, self._free, self._follow = allocate, free, follow
         self._tries = 1  # how many blocks it has taken so far until the allocator handed this one out
         self._own: torch.UntypedStorage | None = storage  # before it is lent the first time
-        self._is_gone: Callable[[], bool] = lambda: False
+        self._lent: WeakStorage | None = None
 
     def take(self) -> torch.UntypedStorage | None:
         storage, self._own = self._own or self._reallocated(), None
         if storage is not None:
-            self._is_gone = is_gone(storage)
+            self._follow()
+            self._lent = WeakStorage(storage)
         return storage
 
     def is_held(self) -> bool:
         return self._own is None and self._reallocated() is None
 
     def has_owner(self) -> bool:
-        return self._own is None and not self._is_gone()
+        return self._lent is not None and self._lent.is_at(self.place[0])
 
     def _reallocated(self) -> torch.UntypedStorage | None:
-        if not self._is_gone():
+        if self._lent is None or not self._lent.expired():
             return None
         address, nbytes = self.place
         others: list[torch.UntypedStorage] = []
         tries = self._tries
         with suppress(RuntimeError):  # too little memory, or a user captures on another thread
             while len(others) < tries:
-                storage = self._allocate(nbytes).untyped_storage()
+                storage = self._allocate(nbytes)
                 if storage.data_ptr() == address:
                     self._tries = max(self._tries, len(others) + 1)
+                    self._follow()
                     return storage
                 others.append(storage)
                 if len(others) == self._tries and (free := self._free()).get(address, 0) >= nbytes:
@@ -176,17 +182,19 @@ class CudaPool:
 
     def memory(self, nbytes: int) -> torch.Tensor:
         try:
-            return self._allocate(nbytes)
+            storage = self._allocate(nbytes)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()  # see Note [Memory for a pool]
-            return self._allocate(nbytes)
+            storage = self._allocate(nbytes)
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
-    def _allocate(self, nbytes: int, private_pool: PrivatePool | None = None) -> torch.Tensor:
-        # If PyTorch fills new memory, a kernel runs, which has to be ordered. Otherwise nothing runs.
-        stream = self._capture_stream.stream
-        on_stream: Any = self._on_capture_stream() if deterministic_fill() else torch.cuda.stream(stream)
-        with on_stream, cuda.use_pool(self._index, (private_pool or self._private_pool).id):
-            return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", self._index))
+    def _allocate(self, nbytes: int, private_pool: PrivatePool | None = None) -> torch.UntypedStorage:
+        """A storage, since a new tensor is filled where algorithms are to be deterministic, and gradients that are lent
+        may be there: see Note [Lent gradients]."""
+        stream, pool = self._capture_stream, private_pool or self._private_pool
+        # The lock, because PyTorch gives what is allocated on a stream under capture to the pool of that capture.
+        with stream.lock, torch.cuda.stream(stream.stream), cuda.use_pool(self._index, pool.id):
+            return torch.UntypedStorage(nbytes, device=torch.device("cuda", self._index))
 
     def warm_up(self, fn: Function, args: Sequence[Any]) -> Sequence[Any]:
         generator = torch.cuda.get_rng_state(self._index)
@@ -327,8 +335,9 @@ class CudaPool:
         storage, segments = tensor.untyped_storage(), cuda.pool_segments([self._private_pool.id])
         if all(segment["address"] != storage.data_ptr() for segment in segments):
             return None
-        pool = self._private_pool
-        return CudaLoan(storage, partial(self._allocate, private_pool=pool), partial(_free_blocks, pool))
+        pool, order = self._private_pool, StreamOrder(self._index)
+        allocate = partial(self._allocate, private_pool=pool)
+        return CudaLoan(storage, allocate, partial(_free_blocks, pool), order.follow)
 
     def owned(self, tensors: Tensors) -> Set[int]:
         return cuda.storages_owned(tensors)
