@@ -188,7 +188,7 @@ def _stored(node: Node, target: Node) -> _Stored | None:
     if kinds <= {torch.int32, torch.int64}:
         is_cast = bool(kinds) and isinstance(value, Node) and example(value).dtype is not tensor.dtype  # by autocast
         return None if is_cast else _Stored(value, parts, accumulate)
-    filled = _filled(node, target, parts[0], value) if kinds == {torch.bool} and parts == (*indices,) else None
+    filled = _filled(node, target, parts[0], value) if kinds == {torch.bool} and len(parts) == 1 else None
     return _Stored(filled, is_fresh=True) if filled is not None and not accumulate else None
 
 
