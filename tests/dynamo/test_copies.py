@@ -160,6 +160,23 @@ def test_a_mask_for_each_dimension(backend, device):
     trains_alike(fn, backend, device)
 
 
+@pytest.mark.parametrize("write", ["y[mask] = s", "y[mask] = z[:1]", "y[mask] = 2.0", "y[mask[:, 0]] = z"])
+@pytest.mark.nightly_after(2)
+def test_what_is_not_laid_out_as_the_mask(backend, device, write):
+    names: dict[str, Any] = {}
+    exec(f"def write(y, z, s, mask): {write}", names)
+    write_to = names["write"]
+
+    def fn(x, z, s, rows, mask):
+        y = x.t() * 2
+        write_to(y, z, s, mask)
+        return [y]
+
+    graphed = trains_alike(fn, backend, device)
+    given = arguments(0, device)
+    same(graphed(**given), fn(**given))
+
+
 def test_a_0_dim_tensor_that_is_also_combined_with_a_larger_one(backend, device):
     """On the CPU, Thunder added the gradients of both before it summed one."""
 

@@ -210,7 +210,10 @@ def _filled(node: Node, target: Node, mask: Node, value: Any) -> Node | None:
     if others:
         mask = call(operator.getitem, mask, (..., *[None] * others))
     if not isinstance(known, torch.Tensor):
-        return call(torch.masked_fill, target, mask, value)
-    if known.dtype is not tensor.dtype:
-        value = call(torch.Tensor.to, value, tensor.dtype)
-    return call(torch.where, mask, value, target)
+        filled = call(torch.masked_fill, target, mask, value)
+    else:
+        value = call(torch.Tensor.to, value, tensor.dtype) if known.dtype is not tensor.dtype else value
+        filled = call(torch.where, mask, value, target)
+    stride = fixed_stride(tensor)
+    is_laid_out = stride is None or result_of(torch.where, (mask, target, target)).stride() == stride
+    return filled if is_laid_out else call(operators.laid_out(), filled, stride)  # not as the mask is
