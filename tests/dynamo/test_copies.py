@@ -149,6 +149,50 @@ def test_a_cast_into_what_the_graph_makes(backend, device):
     assert one_region_each_way(trains_alike(fn, backend, device))
 
 
+def test_a_mask_for_each_dimension(backend, device):
+    """The second one was ignored."""
+
+    def fn(x, z, s, rows, mask):
+        y = x * 2
+        y[mask[0], mask[0]] = s
+        return [y * x]
+
+    trains_alike(fn, backend, device)
+
+
+@pytest.mark.parametrize("write", ["y[mask] = s", "y[mask] = z[:1]", "y[mask] = 2.0", "y[mask[:, 0]] = z"])
+@pytest.mark.nightly_after(2)
+def test_what_is_not_laid_out_as_the_mask(backend, device, write):
+    names: dict[str, Any] = {}
+    exec(f"def write(y, z, s, mask): {write}", names)
+    write_to = names["write"]
+
+    def fn(x, z, s, rows, mask):
+        y = x.t() * 2
+        write_to(y, z, s, mask)
+        return [y]
+
+    graphed = trains_alike(fn, backend, device)
+    given = arguments(0, device)
+    same(graphed(**given), fn(**given))
+
+
+def test_a_0_dim_tensor_that_is_also_combined_with_a_larger_one(backend, device):
+    """On the CPU, Thunder added the gradients of both before it summed one."""
+
+    def fn(x, z, s, rows, mask):
+        y = x * 2
+        y[0] = s
+        y[rows] = s
+        return [y * s]
+
+    def between(x, z, s, rows, mask):
+        return [torch.lerp(x, x * 2, s) * 3, x * s]
+
+    trains_alike(fn, backend, device)
+    trains_alike(between, backend, device)
+
+
 def test_an_empty_list_of_indices(backend, device):
     def fn(x, z, s, rows, mask):
         y = x * 2

@@ -188,7 +188,7 @@ def _stored(node: Node, target: Node) -> _Stored | None:
     if kinds <= {torch.int32, torch.int64}:
         is_cast = bool(kinds) and isinstance(value, Node) and example(value).dtype is not tensor.dtype  # by autocast
         return None if is_cast else _Stored(value, parts, accumulate)
-    filled = _filled(node, target, parts[0], value) if kinds == {torch.bool} and parts == (*indices,) else None
+    filled = _filled(node, target, parts[0], value) if kinds == {torch.bool} and len(parts) == 1 else None
     return _Stored(filled, is_fresh=True) if filled is not None and not accumulate else None
 
 
@@ -210,7 +210,10 @@ def _filled(node: Node, target: Node, mask: Node, value: Any) -> Node | None:
     if others:
         mask = call(operator.getitem, mask, (..., *[None] * others))
     if not isinstance(known, torch.Tensor):
-        return call(torch.masked_fill, target, mask, value)
-    if known.dtype is not tensor.dtype:
-        value = call(torch.Tensor.to, value, tensor.dtype)
-    return call(torch.where, mask, value, target)
+        filled = call(torch.masked_fill, target, mask, value)
+    else:
+        value = call(torch.Tensor.to, value, tensor.dtype) if known.dtype is not tensor.dtype else value
+        filled = call(torch.where, mask, value, target)
+    stride = fixed_stride(tensor)
+    is_laid_out = stride is None or result_of(torch.where, (mask, target, target)).stride() == stride
+    return filled if is_laid_out else call(operators.laid_out(), filled, stride)  # not as the mask is

@@ -333,7 +333,8 @@ def _meets_other_gradients(node: Node) -> bool:
 def _gradient_shape(user: Node) -> str | None:
     """The shape of the gradient that a 0-dim tensor gets from one of its users; None if it gets none."""
     is_combined = any(tensor.dim() for tensor in tensors_in(example(user.all_input_nodes)))
-    if user.op == "output" or not is_combined:
+    is_summed = user.target is operator.setitem or is_for_splitter(user.target)  # in PyTorch's backward of a symbol
+    if user.op == "output" or is_summed or not is_combined:
         return _SCALAR
     return next((str([*each.shape]) for each in tensors_in([example(user)]) if requires_grad(each)), None)
 
