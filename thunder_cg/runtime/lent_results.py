@@ -25,7 +25,8 @@ Note [Lent results]
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -34,6 +35,10 @@ from thunder_cg.compat.tensors import storage_id
 from thunder_cg.errors import ReplayRefused
 from thunder_cg.runtime.backend import Loan, Pool
 from thunder_cg.runtime.tensors import is_whole
+
+if TYPE_CHECKING:
+    from thunder_cg.runtime.arena import Arena
+    from thunder_cg.runtime.pair import Pair
 
 
 class LentResult:
@@ -60,8 +65,23 @@ class LentResult:
         results[self._position] = torch.empty(0, dtype=self._dtype, device=self._device).set_(storage, *self._layout)
 
 
-def loans(pool: Pool, tensors: Sequence[torch.Tensor]) -> Mapping[int, Loan]:
-    """By their storages, how the pool lends those of the results that are large, and alone in their memory."""
-    uses = Counter(map(storage_id, tensors))
-    alone = (each for each in tensors if uses[storage_id(each)] == 1 and is_whole(each) and is_large(each.nbytes))
-    return {storage_id(each): loan for each in alone if (loan := pool.loan(each)) is not None}
+class Lending:
+    """Which results a warm-up or a capture lends, and how. To be made before it."""
+
+    def __init__(self, arena: Arena, pool: Pool) -> None:
+        self._arena, self._pool = arena, pool
+        self._ranges = pool.ranges()  # where earlier graphs may write
+        self._loans: dict[int, Loan] = {}  # by storage
+
+    def choose(self, tensors: Sequence[torch.Tensor]) -> Set[int]:
+        """The storages of those of the results that are large, and alone in their memory, and that the pool lends."""
+        uses = Counter(map(storage_id, tensors))
+        alone = (each for each in tensors if uses[storage_id(each)] == 1 and is_whole(each) and is_large(each.nbytes))
+        self._loans = {storage_id(each): loan for each in alone if (loan := self._pool.loan(each)) is not None}
+        return self._loans.keys()
+
+    def results(self, chosen: Mapping[int, torch.Tensor], pair: Pair) -> list[LentResult]:
+        """How to hand out what was chosen, by its position. Earlier graphs of the arena spare new segments."""
+        pair.note_places([*self._loans.values()], self._arena, self._ranges)
+        on_loan = self._arena.on_loan
+        return [LentResult(i, tensor, self._loans[storage_id(tensor)], on_loan) for i, tensor in chosen.items()]

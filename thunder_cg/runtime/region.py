@@ -23,14 +23,13 @@ from thunder_cg.compat.tensors import storage_id
 from thunder_cg.compat.torch import IS_PROFILING, profiler_state
 from thunder_cg.errors import CaptureError, CaptureRefused, DisagreementWarning, RanksDiffer, ReplayRefused, SkipReason
 from thunder_cg.runtime import skip_reasons
-from thunder_cg.runtime.backend import Loan
 from thunder_cg.runtime.call import Call, Mode
 from thunder_cg.runtime.counts import Stats
 from thunder_cg.runtime.early_outputs import CopiedEarly, EarlyCopier
 from thunder_cg.runtime.failures import failing_op, is_out_of_memory, note, sentence
 from thunder_cg.runtime.inputs import detached
 from thunder_cg.runtime.lent import Lent
-from thunder_cg.runtime.lent_results import LentResult, loans
+from thunder_cg.runtime.lent_results import Lending
 from thunder_cg.runtime.outputs import AliasedInput, Outputs
 from thunder_cg.runtime.recording import RegionGraph
 from thunder_cg.runtime.region_capture import RegionCapture
@@ -299,7 +298,8 @@ class RuntimeRegion:
                 in_pool = self.in_pool(call, args)
                 taken = self.take(call, args, in_pool)
                 aliased = self.aliased_inputs(taken, in_pool)
-                ranges = pool.ranges() if self.lends_results(call) else ()
+                lends = call.mode is Mode.WARMUP and self.lends_results(call)
+                lending = Lending(call.memory, pool) if lends else None
                 produced = list(pool.warm_up(function, [taken]))
                 break
             except Exception as error:
@@ -311,7 +311,7 @@ class RuntimeRegion:
                 may_rerun = False
         self.stats.eager_runs += 1
         self._warm.add(layouts)
-        return self._deliver(call, args, in_pool, aliased, produced, ranges)
+        return self._deliver(call, args, in_pool, aliased, produced, lending)
 
     def _layouts(self, call: Call, args: Sequence[Any]) -> int:
         """A hash of what its ops see of their inputs. Not all of it follows from the inputs of the program."""
@@ -331,7 +331,7 @@ class RuntimeRegion:
         in_pool: frozenset[int],
         aliased: Sequence[AliasedInput],
         produced: list[Any],
-        ranges: Sequence[tuple[int, int]],
+        lending: Lending | None,
     ) -> Sequence[Any]:
         """The results for the caller: copies of what the ops have ``produced`` in the arena, unless it stays there."""
         pool = call.memory.pool(self.device)
@@ -345,23 +345,17 @@ class RuntimeRegion:
         borrowed += call.recording.owned.values() if call.recording is not None else ()
         addresses = set(map(_memory, borrowed))
 
-        warms_up = call.mode is Mode.WARMUP
-        lends_results, on_loan = warms_up and self.lends_results(call), dict[int, Loan]()
-
         def may_lend(tensors: list[torch.Tensor]) -> Set[int]:
             own = [tensor for tensor in tensors if _memory(tensor) not in addresses]
-            if not lends_results:
-                return {*map(storage_id, own)}
-            on_loan.update(loans(pool, own))
-            return on_loan.keys()
+            return {*map(storage_id, own)} if lending is None else lending.choose(own)
 
-        lends = may_lend if lends_results or (warms_up and self.lends_gradients(call)) else None
+        lends_gradients = call.mode is Mode.WARMUP and self.lends_gradients(call)
+        lends = may_lend if lends_gradients or lending is not None else None
         outputs = Outputs(produced, aliased, self.are_copied_out, self.device, pool.alias, lends)
         results: list[Any] = [None] * len(produced)
-        if lends_results:
-            for i, tensor in outputs.lent.items():
-                LentResult(i, tensor, on_loan[storage_id(tensor)], call.memory.on_loan).hand_out(results)
-            call.program.pair.note_places([*on_loan.values()], call.memory, ranges)
+        if lending is not None:
+            for lent_result in lending.results(outputs.lent, call.program.pair):
+                lent_result.hand_out(results)
         elif outputs.lent:
             lent = Lent(outputs.lent, call.program.pair.stop_lending)
             lent.hand_out(results)

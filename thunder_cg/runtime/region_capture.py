@@ -10,13 +10,13 @@ import torch
 
 from thunder_cg.compat.tensors import storage_id, version
 from thunder_cg.errors import CaptureRefused
-from thunder_cg.runtime.backend import Loan, sentinels
+from thunder_cg.runtime.backend import sentinels
 from thunder_cg.runtime.call import Call
 from thunder_cg.runtime.failures import listed
 from thunder_cg.runtime.guards import Guard, OverlapGuard
 from thunder_cg.runtime.inputs import place, with_buffers
 from thunder_cg.runtime.lent import Lent
-from thunder_cg.runtime.lent_results import LentResult, loans
+from thunder_cg.runtime.lent_results import Lending
 from thunder_cg.runtime.outputs import Outputs
 from thunder_cg.runtime.recording import RegionGraph
 from thunder_cg.runtime.tensors import is_plain, is_sparse, overlaps_itself
@@ -72,15 +72,12 @@ class RegionCapture:
         versions = {i: version(t) for i in region.written - self.in_pool if not (t := written[i]).is_inference()}
         produced: list[Any] = []
         saved = {*map(storage_id, call.owned.values()), *map(storage_id, self._recording.owned.values())}
-        lends_gradients, lends_results = region.lends_gradients(call), region.lends_results(call)
-        ranges, on_loan = pool.ranges() if lends_results else (), dict[int, Loan]()
+        lends_gradients = region.lends_gradients(call)
+        lending = Lending(call.memory, pool) if region.lends_results(call) else None
 
         def may_lend(tensors: list[torch.Tensor]) -> Set[int]:
-            if lends_results:
-                owned = pool.owned(tensors)
-                on_loan.update(loans(pool, [tensor for tensor in tensors if storage_id(tensor) in owned]))
-                return on_loan.keys()
-            return pool.owned(tensors) - saved if lends_gradients else set()
+            own = pool.owned(tensors) - saved if lends_gradients or lending is not None else set()
+            return own if lending is None else lending.choose([each for each in tensors if storage_id(each) in own])
 
         def sources(results: Sequence[Any]) -> list[torch.Tensor]:
             for output, result in zip(region.io.outputs, results):
@@ -100,10 +97,8 @@ class RegionCapture:
                 call.owned.update((region.input_names[i], inputs[i]) for i in self.in_pool)
         del results
         lent, graph.outputs.lent = graph.outputs.lent, {}
-        if lent and lends_results:
-            arena = call.memory
-            graph.lent_results = [LentResult(i, t, on_loan[storage_id(t)], arena.on_loan) for i, t in lent.items()]
-            call.program.pair.note_places([each.loan for each in graph.lent_results], arena, ranges)
+        if lending is not None:
+            graph.lent_results = lending.results(lent, call.program.pair)
         elif lent:
             graph.lent = Lent(lent, call.program.pair.stop_lending)
         graph.outputs.disown()
