@@ -85,7 +85,7 @@ WRITES = [
     "y.transpose(0, 1)[1:][0].div_(2)",
     "y.unsqueeze(0).squeeze(0).permute(1, 0)[2] = z",
     "y.index_put_((rows,), z)",
-    "y = y.index_put(indices=(rows,), values=z)",
+    "y.index_put_(indices=(rows,), values=z)",
     "F.relu(y[0], inplace=True)",
     "y.zero_(); y[rows] = z",
     "y.copy_(x[[1, 0, 3, 2]]); y[0] *= 2",

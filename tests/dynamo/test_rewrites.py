@@ -1833,7 +1833,8 @@ def test_index_put_is_captured(backend, device, accumulate):
     rows = torch.tensor([0, 1], device=device)
 
     def fn(x):
-        return (x * 2).index_put((rows,), x[:2].sin(), accumulate=accumulate) * x
+        named = x.index_put(indices=(rows,), values=x[1:].cos(), accumulate=accumulate)
+        return (x * 2).index_put((rows,), x[:2].sin(), accumulate=accumulate) * named
 
     assert one_region_each_way(trains_alike(Around(fn).to(device), lambda: torch.randn(3, 8, device=device), backend))
 

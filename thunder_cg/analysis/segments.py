@@ -63,7 +63,7 @@ class Segments:
         self._blocks[name].append((size, segment, offset))
 
     def _segment(self, nbytes: int) -> tuple[int, int, int]:
-        size = LEAST_SEGMENT if nbytes < LEAST_SEGMENT // 2 else -nbytes // _ROUND_SEGMENT * -_ROUND_SEGMENT
+        size = -nbytes // _ROUND_SEGMENT * -_ROUND_SEGMENT if is_large(nbytes) else LEAST_SEGMENT
         self.nbytes += size
         self._count += 1
         return size, self._count, 0
@@ -92,7 +92,7 @@ def first_segment(events: Sequence[Event]) -> int:
     large = [event for event in events if not event[1] or event[1] > SMALL]
     most = peak(large, {})
     sizes = {peak((event for event in large if event[1] <= most // part), {}) for part in _LARGEST}
-    needs = {size: needs_with(size) for size in {max(size, LEAST_SEGMENT // 2) for size in sizes}}
+    needs = {size: needs_with(size) for size in {max(size, _LEAST_ALONE) for size in sizes}}
     best = min(needs, key=lambda size: (needs[size], size), default=0)
     return best if best and needs[best] < _WORTH * needs_with(0) else 0
 

@@ -27,7 +27,7 @@ from thunder_cg.fastpath.compiled import CallResult, Compiled, MetadataGuard, On
 from thunder_cg.fastpath.guard import PrologueGuard
 from thunder_cg.fastpath.state import MISS, getter
 from thunder_cg.runtime import skip_reasons
-from thunder_cg.runtime.recording import Recording, RegionGraph
+from thunder_cg.runtime.recording import Recording
 from thunder_cg.runtime.tensors import ALIGNMENT
 
 FastPath = Callable[..., Any]  # with a call's arguments; returns the call's result or MISS
@@ -78,7 +78,7 @@ def inference_fast_path(
     # The result. The usual call returns one of the copies.
     result = CallResult(compiled, guard, entry.computation_traces[-1].bound_symbols[-1].args[0])
     result_of, prologue_fn, fixed = result.of, entry.prologue_fn, graph.fixed
-    places = _places_of_copies(graph)
+    places = graph.outputs.copied if graph.is_simple else []  # of the copies that a replay makes
     only_copy = places.index(result.only) if result.only in places else None
 
     def state_holds(tensors: list[Any]) -> bool:
@@ -174,11 +174,6 @@ def inference_fast_path(
         return result_of(values, results)
 
     return call
-
-
-def _places_of_copies(graph: RegionGraph) -> list[int]:
-    """Which results are the copies that a replay makes, in the order of their layouts."""
-    return graph.outputs.copied if graph.is_simple else []
 
 
 def note_last(statistics: Any, entry: CacheEntry) -> None:

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 _TAKE_TURNS = 2  # graphs of a layout, with results in places of their own
 _MOST_BESIDE_LOANS = 4  # captures of a layout; later calls of the pair do so in an arena of which nobody has results
-_NO_PLACES: frozenset[object] = frozenset()
 _pairs_of_leaves = WeakTensorKeyDictionary()  # by parameter: the pairs whose backwards have a gradient of it
 
 
@@ -201,7 +200,7 @@ class Pair:
             return True
 
         avoids_loans = max(self._captures_beside_loans.values(), default=0) >= _MOST_BESIDE_LOANS
-        spared = _NO_PLACES if self.call_memory is not None or avoids_loans else None
+        spared: frozenset[object] | None = frozenset() if self.call_memory is not None or avoids_loans else None
         arena = self._arenas.hold(self._used, self.call_memory, join, spared)
         if arena is None:
             self._found_held += 1

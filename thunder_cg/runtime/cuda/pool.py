@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from thunder_cg.analysis.segments import LEAST_SEGMENT
+from thunder_cg.analysis.segments import LEAST_SEGMENT, is_large
 from thunder_cg.compat import cuda
 from thunder_cg.compat.tensors import WeakStorage, keep_with_storage
 from thunder_cg.compat.torch_compile import timing_kernels_in
@@ -186,7 +186,7 @@ class CudaPool:
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()  # see Note [Memory for a pool]
             storage = self._allocate(nbytes)
-        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        return _bytes_of(storage)
 
     def _allocate(self, nbytes: int, private_pool: PrivatePool | None = None) -> torch.UntypedStorage:
         """A storage, since a new tensor is filled where algorithms are to be deterministic, and gradients that are lent
@@ -222,7 +222,7 @@ class CudaPool:
         elsewhere, where it keeps nothing cached then: see Note [Memory for a pool]. May be used inside of another one.
         """
         was_inside = self._allocates_inside
-        is_inside = self._has_room_for(nbytes) if nbytes >= LEAST_SEGMENT // 2 else was_inside
+        is_inside = self._has_room_for(nbytes) if is_large(nbytes) else was_inside
         if is_inside == was_inside:
             yield
             return
@@ -407,5 +407,9 @@ def _free_blocks(pool: PrivatePool) -> dict[int, int]:
     return {block["address"]: block["size"] for block in blocks if block["state"] == "inactive"}
 
 
-def _poison(storage: Any) -> None:  # the type of a storage in torch's stubs differs from call to call
-    torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).fill_(0xFF)
+def _bytes_of(storage: Any) -> torch.Tensor:  # the type of a storage in torch's stubs differs from call to call
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _poison(storage: Any) -> None:
+    _bytes_of(storage).fill_(0xFF)
