@@ -5,13 +5,16 @@ Functions that a steady call uses are PyTorch's own objects under another name: 
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed._composable_state import _module_state_mapping
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -77,3 +80,18 @@ def making_states_in(
     finally:
         for each in makers:
             del vars(each)["_init_group"]
+
+
+def code_of_fused_steps() -> Iterator[CodeType]:
+    """What runs in a step of fused Adam, AdamW or SGD, and reads their groups.
+
+    Of the numbers in them, ``step`` reads some, which it passes to the kernels unchanged.
+    """
+    kind: Any = torch.optim.Optimizer
+    known: list[Any] = [torch.optim.Adam.step, torch.optim.SGD.step, kind.zero_grad, GradScaler._unscale_grads_]
+    names = (
+        "_accelerator_graph_capture_health_check",
+        "_cuda_graph_capture_health_check",
+    )  # since torch 2.11, and before
+    known += [vars(kind)[name] for name in names if name in vars(kind)]
+    yield from (inspect.unwrap(each).__code__ for each in known)

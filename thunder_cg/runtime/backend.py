@@ -4,13 +4,15 @@ Note [Kernel scalars]
     A graph bakes in the numbers that its kernels get. Numbers that differ from call to call still fit a graph if its
     kernels get them unchanged, such as the seed and the offset of nvFuser's draws. The capture gets a sentinel for each
     of them, a random number that occurs nowhere else. Each launch puts the call's number where the sentinel was among
-    the arguments of the kernels. A sentinel that is not found fails the capture. A number that is also used in another
-    way, for example doubled on the host, shows when the first replay is compared with an eager run.
+    the arguments of the kernels. A number with a fraction goes by its bits. A sentinel that is not found fails the
+    capture, unless it may be missing. A number that is also used in another way, for example doubled on the host, shows
+    when the first replay is compared with an eager run; of a whole step's, see Note [Numbers of fused optimizers].
 """
 
 from __future__ import annotations
 
 import secrets
+import struct
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
@@ -31,6 +33,7 @@ class Graph(Protocol):
     """A recorded sequence of work."""
 
     nbytes: int  # device memory that the driver took for the graph itself, outside of the pool
+    missing: Set[int]  # sentinels that no kernel got
 
     def replay(self, sources: Tensors = (), targets: Tensors = (), scalars: Sequence[int] = ()) -> None:
         """Runs the work again, on the caller's current stream, reading and writing the recorded addresses.
@@ -106,6 +109,7 @@ class Pool(Protocol):
         buffers: Tensors = (),
         copied_out: CopiedOut | None = None,
         sentinels: Sequence[int] = (),
+        may_miss: bool = False,
     ) -> tuple[Graph, Sequence[Any]]:
         """Records ``fn`` without executing it. Returns the graph and the tensors that its replays write.
 
@@ -116,6 +120,7 @@ class Pool(Protocol):
             copied_out: returns, given the outputs, the tensors that replays copy out: first those that were copied
                 early, in that order. With it, ``fn`` gets an `EarlyCopier` as its last argument.
             sentinels: those of the arguments that stand for a replay's scalars.
+            may_miss: whether some of them may reach no kernel.
         """
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -254,7 +259,17 @@ def sentinels(count: int) -> list[int]:
     return [secrets.randbits(61) | 1 << 61 for _ in range(count)]
 
 
-def check_sentinels(sentinels: Sequence[int], found: Set[int]) -> None:
-    """Raises `CaptureRefused` if one of ``sentinels`` was not ``found`` among the arguments of what was captured."""
-    if missing := set(sentinels) - found:
+def bits_of(numbers: Sequence[float]) -> tuple[int, ...]:
+    """The scalars that stand for these."""
+    return struct.unpack(f"{len(numbers)}Q", struct.pack(f"{len(numbers)}d", *numbers))
+
+
+def number_of(bits: int) -> float:
+    """The number with these bits. That of a sentinel is above 0 and below 2."""
+    return float(struct.unpack("d", struct.pack("Q", bits))[0])
+
+
+def refuse_missing(sentinels: Sequence[int], missing: Set[int]) -> None:
+    """Raises `CaptureRefused` if some of ``sentinels`` are ``missing`` among the arguments of what was captured."""
+    if missing:
         raise CaptureRefused(f"{len(missing)} of {len(sentinels)} numbers of the call reach no kernel as they are")

@@ -11,7 +11,7 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,7 +37,7 @@ from thunder_cg.compat.tensors import (
 from thunder_cg.compat.torch import TorchDispatchMode
 from thunder_cg.compat.torch_compile import call_compiled_through
 from thunder_cg.errors import CaptureRefused, CudagraphError, ReplayRefused
-from thunder_cg.runtime.backend import CopiedOut, Function, HostTimer, Tensors, check_sentinels
+from thunder_cg.runtime.backend import CopiedOut, Function, HostTimer, Tensors, bits_of, number_of, refuse_missing
 from thunder_cg.runtime.early_outputs import EarlyCopier
 from thunder_cg.runtime.tensors import address, copy_all
 
@@ -143,8 +143,9 @@ class _RecordedCall:
         """What it keeps: its arguments, and then its results."""
         return [*tensors_in((self.args, self.kwargs)), *(tensor for _, tensor in self.results)]
 
-    def integers(self) -> set[int]:
-        return {leaf for leaf in tree_leaves((self.args, self.kwargs)) if type(leaf) is int}
+    def numbers(self) -> set[int]:
+        """As scalars are given."""
+        return {_bits(leaf) for leaf in tree_leaves((self.args, self.kwargs)) if type(leaf) in (int, float)}
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """Calls the operator, or the fusion, again, without history."""
@@ -160,11 +161,15 @@ class _RecordedCopies:
     name: str = "copies out"
     results: tuple[()] = ()
 
-    def integers(self) -> set[int]:
+    def numbers(self) -> set[int]:
         return set()
 
 
 _Step = _RecordedCall | _RecordedCopies
+
+
+def _bits(number: float) -> int:
+    return bits_of([number])[0] if isinstance(number, float) else number
 
 
 def _poison(storages: Iterable[torch.UntypedStorage]) -> None:
@@ -388,13 +393,16 @@ class TapeGraph:
     buffers: Tensors
     copied_out: Tensors
     sentinels: Sequence[int]
+    may_miss: bool
     memory_made_later: Callable[[], dict[int, torch.UntypedStorage]]  # for other graphs of the pool
     nbytes: int = 0  # there is no driver
 
     def __post_init__(self) -> None:
-        integers = [step.integers() for step in self.steps]
-        self._has_sentinel = [not found.isdisjoint(self.sentinels) for found in integers]
-        check_sentinels(self.sentinels, set().union(*integers))
+        numbers = [step.numbers() for step in self.steps]
+        self._has_sentinel = [not found.isdisjoint(self.sentinels) for found in numbers]
+        self.missing: Set[int] = frozenset(self.sentinels).difference(*numbers)
+        if not self.may_miss:
+            refuse_missing(self.sentinels, self.missing)
         self._is_closed = False
         kept = {id(tensor): tensor for tensor in (*self.tensors(), *self.buffers, *self.copied_out)}
         self.uses = Counter(map(storage_id, filter(has_storage, kept.values())))
@@ -444,7 +452,7 @@ class TapeGraph:
                     continue
                 args, kwargs = step.args, step.kwargs
                 if has_sentinel:
-                    args, kwargs = tree_map_only(int, lambda i: by_sentinel.get(i, i), (args, kwargs))
+                    args, kwargs = tree_map_only((int, float), partial(_instead, by_sentinel), (args, kwargs))
                 with torch.inference_mode(step.inference):
                     output = step.run(args, kwargs)
                     leaves = tree_leaves(output) if step.results else []
@@ -452,6 +460,13 @@ class TapeGraph:
                         _once(tensor, tensor).copy_(_once(leaves[leaf], tensor))
                 _poison(self.free)
             copy_all(targets[copied:], self.copied_out[copied:])
+
+
+def _instead(by_sentinel: Mapping[int, int], number: float) -> float:
+    """What a replay has in the place of a number."""
+    if (scalar := by_sentinel.get(_bits(number))) is None:
+        return number
+    return number_of(scalar) if isinstance(number, float) else scalar
 
 
 def _dot(steps: Sequence[_Step]) -> Iterator[str]:
@@ -541,6 +556,7 @@ class TapePool:
         buffers: Tensors = (),
         copied_out: CopiedOut | None = None,
         sentinels: Sequence[int] = (),
+        may_miss: bool = False,
     ) -> tuple[TapeGraph, Sequence[Any]]:
         tape = _Tape(self._device, free := tuple(self._free))
         self._note_given(args)
@@ -564,7 +580,7 @@ class TapePool:
         targets = copied_out(outputs) if copied_out is not None else ()
         self._captures += 1
         later = partial(self._not_held, self._captures)
-        return TapeGraph(tape.steps, free, buffers, targets, sentinels, later), outputs
+        return TapeGraph(tape.steps, free, buffers, targets, sentinels, may_miss, later), outputs
 
     def _note_made(self, tensors: Tensors) -> None:
         own = [tensor for tensor in tensors if storage_id(tensor) not in self._given]

@@ -68,6 +68,7 @@ from thunder_cg.step.bytecode import sets_variables
 from thunder_cg.step.facts import ATOMS
 from thunder_cg.step.heap import known_functions
 from thunder_cg.step.lookups import MISSING, content_of_cell
+from thunder_cg.step.numbers import name_groups
 from thunder_cg.step.packages import is_constant, is_installed
 from thunder_cg.step.reads import Called
 from thunder_cg.step.snapshot import Undo
@@ -192,6 +193,7 @@ class Calls:
         undos: how what these functions read gets back what it held. See Note [Effects once].
         gradients: what leaves had before the first backward that reaches them, but for parameters of the step.
         reads_gradients: whether a function that is not PyTorch's names ``grad``, and may ask whether there is one.
+        reads_groups: the first function that may read an optimizer's numbers, in words; "" if none does.
     """
 
     def __init__(self, device_type: str = "cuda") -> None:
@@ -209,6 +211,7 @@ class Calls:
         self._ran: dict[Any, _Ran] = {}
         self.raised: str | None = None
         self.reads_gradients = False
+        self.reads_groups = ""
         self.undos: list[Undo] = []
         self._thread: int | None = None  # the one that is watched; backwards run on it, too
         self._callback: Callable[[types.FrameType, str, Any], None] | None = None  # which refers to this object
@@ -491,6 +494,8 @@ class Calls:
 
     def _note_function(self, frame: types.FrameType, code: types.CodeType) -> None:
         self.looks_up_unseen |= code is not frame.f_code
+        if not self.reads_groups and (name_groups(code) or name_groups(frame.f_code)):
+            self.reads_groups = f"{code.co_name}() ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
         if not _is_users(code, frame.f_globals, is_constant):
             self._foreign[id(frame.f_code)] = frame.f_code
             if code.co_name != "__init__" and not may_be_uncapturable(frame.f_code):

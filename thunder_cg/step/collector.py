@@ -48,6 +48,7 @@ from thunder_cg.errors import SkipReason
 from thunder_cg.step.attributes import Names, hides_state
 from thunder_cg.step.facts import ATOMS, Content, Facts, Same, fact_of
 from thunder_cg.step.lookups import MISSING, content_of_cell, own, own_attributes, slots_of
+from thunder_cg.step.numbers import TAKEN, GroupNumbers
 from thunder_cg.step.packages import CONSTANT_PACKAGES, is_installed, is_users, may_change
 from thunder_cg.step.places import Carried, CarriedPlace, Place, plain_copy
 from thunder_cg.step.reads import compiled_modules, is_data
@@ -91,8 +92,11 @@ _CONTEXT = attrgetter("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
 class Collector:
     """Collects the facts of values, and which tensors, modules, optimizers and hooks they lead to."""
 
-    def __init__(self, device_type: str, names: Names, carried: Container[Any]) -> None:
+    def __init__(self, device_type: str, names: Names, carried: Container[Any], *, takes_numbers: bool = False) -> None:
         self._device_type, self._names, self._to_carry = device_type, names, carried
+        self._takes_numbers = takes_numbers
+        self._taken: set[tuple[int, Any]] = set()  # groups and keys, while their optimizer is looked at
+        self.kernel_numbers: list[GroupNumbers] = []  # that count as `TAKEN`
         self.facts = Facts()
         self.places: dict[str, list[tuple[Place, Any]]] = {}  # of tensors: where each is, or what it is a part of
         self.carried: dict[Any, CarriedPlace] = {}  # by the place's key
@@ -318,12 +322,13 @@ class Collector:
         return Place.of(value, name).key in self._to_carry
 
     def _watch(self, value: Any, names: dict[Any, Any]) -> None:
-        """Has a replay notice what is written to an object or a dictionary, besides what is carried there."""
-        if not any((id(names), name) in self._to_carry for name in names if self._to_carry):
+        """Has a replay notice what is written to an object or a dictionary, besides what may change there."""
+        may_change = {name for name in names if (id(names), name) in self._taken}
+        may_change |= {name for name in names if (id(names), name) in self._to_carry} if self._to_carry else set()
+        if not may_change:
             self.watch.names(value)
             return
-        others = {name: each for name, each in names.items() if (id(names), name) not in self._to_carry}
-        self.watch.attributes(value, others)
+        self.watch.attributes(value, {name: each for name, each in names.items() if name not in may_change})
         self.watch.value(partial(list, names))
 
     def add_class(self, label: str, value: Any, depth: int = 0) -> None:
@@ -380,6 +385,9 @@ class Collector:
             self.facts[f"the order of {label}"] = Content(keys)
             for i, (key, item) in enumerate(items.items()):
                 name = f"{label}[{key!r}]" if isinstance(key, ATOMS) else f"{label}[{i}]"
+                if (id(value), key) in self._taken:
+                    self.facts[name] = TAKEN
+                    continue
                 self.add(name, item, depth + 1, (*places, Place(value, key)))
                 if isinstance(key, Tensor):
                     self.facts[f"key {i} of {label}"] = Same(key)
@@ -398,7 +406,11 @@ class Collector:
             self.holders.append(root)
             self.watch.names(root)
             self.note_hooks(label, hooks_of(root))
+            numbers = GroupNumbers.all_of(root) if self._takes_numbers else []
+            self.kernel_numbers += numbers
+            self._taken = {(id(each.group), key) for each in numbers for key in each.keys}
             self._add_attributes(label, vars(root), vars(root), ())
+            self._taken = set()
             return
         compiled = compiled_modules(root)
         for path, module in root.named_modules():

@@ -42,6 +42,7 @@ from thunder_cg.step.facts import (
     subject,
 )
 from thunder_cg.step.lookups import MISSING
+from thunder_cg.step.numbers import FUSED, GroupNumbers
 from thunder_cg.step.packages import is_installed, is_users
 
 if TYPE_CHECKING:
@@ -56,6 +57,9 @@ _CONSTANT = (
     "keep it constant, as OneCycleLR and CyclicLR do with cycle_momentum=False; or call the optimizer's step() outside "
     "of the step, and clear gradients in it by model.zero_grad()"
 )
+_NUMBER = re.compile(r"\['(lr|betas|momentum|weight_decay|eps|dampening)'\]")
+_FUSES = "whose kernels take numbers that change"
+_READ_ELSEWHERE = "have nothing in the step but the step() of {} read its param_groups"
 _RANDOM = "draw with torch on the device"
 _OWN_GENERATOR = "leave generator= out: the graph advances PyTorch's own generator alone"
 _SET_BACK = "set requires_grad back in the same step, or set it outside of the step"
@@ -162,15 +166,17 @@ def fix_of_change(change: Difference, facts: Facts, roots: Mapping[str, Any], *,
 def _fix_of_torchs(change: Difference, label: str, owners: Mapping[str, Any], *, in_step: bool) -> str | None:
     """The same for what optimizers, schedulers, scalers and averages of PyTorch's have; None for all else."""
     optimizer = next((value for value in owners.values() if isinstance(value, Optimizer)), None)
-    if "['lr']" in label:
-        is_another = _is_tensor(change.before) and _is_tensor(change.after)
-        return _of_rate(optimizer, _SAME_RATE if is_another else _RATE)
+    if number := _NUMBER.search(label):
+        if number[1] == "lr" and _is_tensor(change.before) and _is_tensor(change.after):
+            return _of_rate(optimizer, _SAME_RATE)
+        return _of_number(optimizer, is_rate=number[1] == "lr")
     if in_step and "._per_optimizer_states" in label:
         return _UPDATE
     if in_step and (schedulers := [name for name, value in owners.items() if isinstance(value, LRScheduler)]):
         scheduled = owners[schedulers[0]].optimizer
-        is_number = not isinstance(scheduled.param_groups[0]["lr"], Tensor)
-        return f"call {min(schedulers, key=len)}.step() after the step" + f"; {_of_rate(scheduled)}" * is_number
+        is_baked = not isinstance(scheduled.param_groups[0]["lr"], Tensor) and not GroupNumbers.all_of(scheduled)
+        also = f"; {_of_number(scheduled, is_rate=True)}" * is_baked
+        return f"call {min(schedulers, key=len)}.step() after the step{also}"
     is_own = optimizer is not None and (isinstance(optimizer, torch.optim.LBFGS) or is_users(type(optimizer)))
     if is_own and not in_step and ".state[" in label:
         return _CLEARS
@@ -178,8 +184,6 @@ def _fix_of_torchs(change: Difference, label: str, owners: Mapping[str, Any], *,
         return f"{_OPTIMIZER}; {_make(optimizer)}"
     if "['step']" in label and (optimizer is not None or ".state[" in label):
         return f"{_OPTIMIZER}; {_OWN_OPTIMIZER if optimizer is None else _make(optimizer)}"
-    if "['betas']" in label or "['momentum']" in label:
-        return _CONSTANT
     are_torchs = any(isinstance(value, (Optimizer, GradScaler, AveragedModel)) for value in owners.values())
     was_tensor = _is_tensor(change.before) and change.after is not MISSING
     return "" if are_torchs and not was_tensor else None
@@ -207,6 +211,17 @@ def _of_rate(optimizer: Optimizer | None, fix: str = _RATE) -> str:
     """How an optimizer follows a learning rate."""
     follows = optimizer is None or (_options(optimizer) and not _missing(optimizer))
     return fix if follows or optimizer is None else f"{fix}, and {_make(optimizer)}"
+
+
+def _of_number(optimizer: Optimizer | None, *, is_rate: bool) -> str:
+    """How a graph follows a learning rate, or another number of an optimizer."""
+    otherwise = _of_rate(optimizer) if is_rate else _CONSTANT
+    if type(optimizer) not in FUSED:
+        return otherwise
+    assert optimizer is not None
+    if "fused" in _missing(optimizer):
+        return f"{_make(optimizer, fused=True)}, {_FUSES}"
+    return f"{_READ_ELSEWHERE.format(type(optimizer).__name__)}; or {otherwise}"
 
 
 def first_changed(

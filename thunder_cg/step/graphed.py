@@ -49,6 +49,7 @@ from thunder_cg.step.calls import Calls
 from thunder_cg.step.facts import Difference, Facts, difference
 from thunder_cg.step.gradients import FirstGradients, GraphGradient
 from thunder_cg.step.memory import PythonCall, making_states_apart, nbytes
+from thunder_cg.step.numbers import NumbersRead
 from thunder_cg.step.outside import named, states_outside, thread_states
 from thunder_cg.step.places import Place
 from thunder_cg.step.reads import Called
@@ -136,6 +137,7 @@ class GraphedStep:
         self._called: dict[Any, Called] = {}  # functions that no bytecode names
         self._attributes = Attributes()  # that were looked up
         self._carried: dict[Any, Place] = {}  # by key: see Note [Carried tensors] in places.py
+        self._takes_numbers = True  # see Note [Numbers of fused optimizers] in numbers.py
         self._hopeless = SkipReason("")  # why the calls after that many run in Python
         self._new_layout: Any = None  # the last one
         self._last_call: dict[Any, int] = {}  # in Python, by layout
@@ -298,8 +300,8 @@ class GraphedStep:
 
     def _whole_state(self, attributes: Attributes | None = None) -> StepState:
         """The state with all attributes of the user's objects, or with those that count."""
-        called = [*self._called.values()]
-        return StepState(self._fn, self._roots, self._backend.device_type, called, attributes, self._carried)
+        given, called = (self._fn, self._roots, self._backend.device_type), [*self._called.values()]
+        return StepState(*given, called, attributes, self._carried, takes_numbers=self._takes_numbers)
 
     def _try_capture(self, state: StepState, call: _Call, ready: _Ready, known: StepRecording | None = None) -> Any:
         """Captures a call, or runs it in Python and notes why.
@@ -337,6 +339,10 @@ class GraphedStep:
     def _run_after(self, failure: CaptureRefused | RanksDiffer, state: StepState, call: _Call, calls: Calls) -> Any:
         """A call whose capture failed."""
         self._note_failure(failure, call.layout, state.facts)
+        if isinstance(failure, NumbersRead):
+            self._takes_numbers = False
+            self._ready.clear()
+            return self._observe(call)
         if isinstance(failure, CallsMore):
             del self._ready[call.layout]
             self._called |= calls.found
@@ -660,8 +666,8 @@ def graphed_step(
             variables of closures, or attributes of what it is bound to. A decorated method has a step for each object.
         modules, optimizers: that it uses without naming them.
         backend: as for :func:`thunder_cg.cudagraph_transform`.
-        max_recordings: graphs kept, one for each layout of the batch and each state, such as a learning rate that is a
-            number; the least recently used goes first.
+        max_recordings: graphs kept, one for each layout of the batch and each state, such as a flag that the step
+            reads; the least recently used goes first.
         memory_budget: how much memory the pool of all graphs of the step may have, gradients that stay after a call
             included: bytes, or a share of the device as a float in (0, 1]. Before a capture it is compared with what
             the step needs at least: gradients, the copy of the batch, and what a call in Python has allocated, if it

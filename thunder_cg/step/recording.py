@@ -46,6 +46,7 @@ from thunder_cg.step.facts import ATOMS, difference
 from thunder_cg.step.fixes import DENSE, fix_of_change
 from thunder_cg.step.gradients import ANY, LIKE, THERE, ExpectedGradients, GradientsBefore, GraphGradient, Overwritten
 from thunder_cg.step.memory import nbytes
+from thunder_cg.step.numbers import StandIns, scalars_of
 from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, memory_of_tensors, moved, refuse_other_memory
 from thunder_cg.step.outside import settings_of_numpy, states_outside
 from thunder_cg.step.packages import is_constant
@@ -192,8 +193,8 @@ class StepRecording(RecordingUse):
             raise ReplayRefused(error) from error
         self.gradients_before.copy()
         self.replaced.copy_back(carried)
-        inputs = [*batch, *carried]
-        self.graph.replay([each.source(inputs) for each in self.sources], targets)
+        inputs, scalars = [*batch, *carried], scalars_of(self.state.kernel_numbers)
+        self.graph.replay([each.source(inputs) for each in self.sources], targets, scalars)
         if self.collectives is not None:
             self.collectives.count_replay()
         self.outputs.derive(results, [*inputs, *self.state.memory])
@@ -532,15 +533,15 @@ class StepCapture:
         body = _Body(self.fn, batch, buffers, state, self.calls, storages)
         outside = states_outside(state.device)
         targets = [each.target for each in copied]
-        graph = pool.capture(partial(body.run, self.backend), [], targets, partial(body.copied_out, pool))[0]
+        numbers = StandIns(state.kernel_numbers)
+        graph = numbers.captured(pool, partial(body.run, self.backend), targets, partial(body.copied_out, pool))
         _refuse_gradients(state)
         outputs = body.outputs
         assert outputs is not None
         outputs.disown()
-        if (moved := state.moved_since(places)) is not None:
-            raise CaptureRefused(f"Python changes in each step: {moved.problem}", moved.fix)
         touched = self._touched(versions, buffers)
-        self._refuse_what_python_did(outside)
+        numbers.check(self.calls.reads_groups, touched, graph.missing)
+        self._refuse_what_python_did(outside, places)
         missing = self._what_replays_would_miss()
         addresses = Addresses(body.addresses)
         own = [*graph.tensors(), *outputs.sources(), *buffers, *targets, *(each.buffer for each in copied)]
@@ -617,13 +618,16 @@ class StepCapture:
         counters = {id(each.n_averaged) for each in state.averages}  # their versions say who else writes to them
         return [each for each, changed in zip(tensors, has_changed) if changed and id(each) not in counters]
 
-    def _refuse_what_python_did(self, outside: Mapping[str, Any]) -> None:
+    def _refuse_what_python_did(self, outside: Mapping[str, Any], places: Sequence[Any]) -> None:
         """`CaptureRefused` if the call has done or changed what is not part of the state, and no replay would.
 
         Args:
             outside: `states_outside` before the call.
+            places: where tensors of the state were.
         """
         state = self.state
+        if (moved := state.moved_since(places)) is not None:
+            raise CaptureRefused(f"Python changes in each step: {moved.problem}", moved.fix)
         if self.calls.objection is not None:
             raise CaptureRefused(*self.calls.objection)
         for event, line in self.calls.events.values():
@@ -644,10 +648,15 @@ class StepCapture:
             self.calls.undos.clear()  # what the functions that are known may change is in the state's snapshot
             self._refuse_change(state.facts, state.again().facts)
         except CaptureRefused as refused:
-            if self.calls.groups:
+            if self.calls.groups or self._may_read_groups():
                 raise
             return without_frames(refused)
         return None
+
+    def _may_read_groups(self) -> bool:
+        """Whether what has run may read numbers for which there were sentinels, by way of what nobody knew of."""
+        called = [*self.calls.found.values()]
+        return bool(self.state.kernel_numbers) and not self.state.with_called(called).kernel_numbers
 
     def _refuse_change(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
         if (change := difference(before, after)) is not None:

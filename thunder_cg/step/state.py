@@ -34,6 +34,7 @@ from thunder_cg.step.collector import CONTAINERS, Collector, is_simple
 from thunder_cg.step.facts import Content, Facts, Same, is_equal, subject
 from thunder_cg.step.gradients import place_of
 from thunder_cg.step.lookups import MISSING, content_of_cell, links_of, own, own_attributes
+from thunder_cg.step.numbers import are_found_elsewhere, are_there
 from thunder_cg.step.other_memory import can_move
 from thunder_cg.step.outside import shared_generator
 from thunder_cg.step.places import Carried, Place, place_of_read
@@ -53,6 +54,7 @@ class StepState:
         called: functions of the user's that the step has been seen to call.
         attributes: of the user's objects that count; None for all of them.
         carried: places by their keys: see Note [Carried tensors] in places.py.
+        takes_numbers: whether nothing but kernels is known to read numbers of fused optimizers.
 
     Attributes:
         facts: of everything.
@@ -64,6 +66,7 @@ class StepState:
         parameters: those of them that get gradients, or may have one: frozen ones, what an optimizer has, and those
             that the step names.
         averages: moving averages of models that have been updated once.
+        kernel_numbers: those that may change between replays: see Note [Numbers of fused optimizers] in numbers.py.
         objection: why no graph would be right; None if one may be.
         hooked: the same, if it is a hook or a wrapper of PyTorch's, whose Python may be why something changes.
     """
@@ -76,8 +79,10 @@ class StepState:
         called: Sequence[Called] = (),
         attributes: Attributes | None = None,
         carried: Mapping[Any, Place] = MappingProxyType({}),
+        *,
+        takes_numbers: bool = True,
     ) -> None:
-        self._to_carry = carried
+        self._to_carry, self._takes_numbers = carried, takes_numbers
         self._fn, self._given, self._device_type, self._called = fn, roots, device_type, called
         self.attributes = attributes
         self._names: Names
@@ -90,6 +95,10 @@ class StepState:
         self._roots = [*roots_found.values()]
         self._of_simple = simple.begin()
         heavy = self._collect_roots()
+        if are_found_elsewhere(heavy.kernel_numbers, heavy.holders, [*simple.holders, *others.holders]):
+            self._takes_numbers = False
+            heavy = self._collect_roots()
+        self.kernel_numbers = heavy.kernel_numbers
         self._behind_names, self._of_roots = others.begin(), heavy.begin()
         self._hooks_registered = registered_hooks()
         self.objects = [*others.objects, *heavy.objects]
@@ -180,7 +189,20 @@ class StepState:
 
     def again(self) -> StepState:
         """The state as it is by now."""
-        return StepState(self._fn, self._given, self._device_type, self._called, self.attributes, self._to_carry)
+        return StepState(
+            self._fn,
+            self._given,
+            self._device_type,
+            self._called,
+            self.attributes,
+            self._to_carry,
+            takes_numbers=self._takes_numbers,
+        )
+
+    def with_called(self, called: Sequence[Called]) -> StepState:
+        """The state with all that these functions read as well."""
+        given, called = (self._fn, self._given, self._device_type), [*self._called, *called]
+        return StepState(*given, called, None, self._to_carry, takes_numbers=self._takes_numbers)
 
     def _reads(self, called: Sequence[Called]) -> list[Read]:
         return reads_of(self._fn, [root for root in self._given.values() if isinstance(root, nn.Module)], called)
@@ -211,7 +233,7 @@ class StepState:
         return collector
 
     def _collect_roots(self) -> Collector:
-        collector = Collector(self._device_type, self._names, self._to_carry)
+        collector = Collector(self._device_type, self._names, self._to_carry, takes_numbers=self._takes_numbers)
         waiting = [*self._roots]
         seen = {id(root) for _, root in waiting}
         while waiting:
@@ -264,7 +286,7 @@ class StepState:
         for read, value in reads:
             if (now := read.get()) is not value and not is_equal(now, value):
                 return False
-        if not (self._of_simple.is_untouched() and self._are_facts_same()):
+        if not (self._of_simple.is_untouched() and self._are_facts_same() and all(map(are_there, self.kernel_numbers))):
             return False
         if any([place.key for place in place_of_read(read)] != [key] for read, key in self._lead_to):
             return False
@@ -291,7 +313,7 @@ class StepState:
             heavy = self._collect_roots()
             if heavy.facts != self._of_roots.facts:
                 return False
-            self._of_roots = heavy.begin()
+            self._of_roots, self.kernel_numbers = heavy.begin(), heavy.kernel_numbers
         self._hooks_registered = registered_hooks()
         return True
 

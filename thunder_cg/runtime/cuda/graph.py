@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,7 +11,7 @@ import torch
 
 from thunder_cg.compat import cuda
 from thunder_cg.errors import CudagraphError, ReplayRefused
-from thunder_cg.runtime.backend import Tensors
+from thunder_cg.runtime.backend import Tensors, refuse_missing
 from thunder_cg.runtime.cuda import copy_nodes
 from thunder_cg.runtime.cuda.copy_nodes import Copies, SetAddresses, refused
 from thunder_cg.runtime.cuda.nodes import KernelScalars, counts, refuse_host_memory
@@ -48,6 +48,7 @@ class CudaGraph:
         self.copied_out = 0  # how many tensors the graph itself copies out
         self._copied_after: Tensors = ()  # what is copied out by operators after each launch
         self._scalars: KernelScalars | None = None
+        self.missing: Set[int] = frozenset()
         self._is_launched = False
         self._launcher: Callable[[int], tuple[Any]] | None = None  # of the driver, for a graph that draws nothing
         self._fast_replay: Launch | None = None
@@ -106,12 +107,15 @@ class CudaGraph:
     def end(self) -> None:
         self.torch_graph.capture_end()
 
-    def instantiate(self, sentinels: Sequence[int]) -> None:
+    def instantiate(self, sentinels: Sequence[int], *, may_miss: bool) -> None:
         """Makes the graph ready to be launched. Raises `CaptureRefused` if no replay can be right."""
         if self._has_driver:
             refuse_host_memory(cuda.captured_graph(self.torch_graph))
         if sentinels:
-            self._scalars = KernelScalars(cuda.captured_graph(self.torch_graph), sentinels)
+            scalars = KernelScalars(cuda.captured_graph(self.torch_graph), sentinels)
+            self._scalars, self.missing = scalars if len(scalars) else None, scalars.missing
+            if not may_miss:
+                refuse_missing(sentinels, self.missing)
         if self._has_driver:
             free = cuda.free_nbytes(self._index)
             self.torch_graph.instantiate()

@@ -16,7 +16,6 @@ from typing import Any
 from thunder_cg.compat import cuda
 from thunder_cg.compat.cuda import check
 from thunder_cg.errors import CaptureRefused
-from thunder_cg.runtime.backend import check_sentinels
 from thunder_cg.runtime.cuda.copy_nodes import refused
 
 
@@ -100,18 +99,28 @@ class KernelScalars:
         kernel_type = cuda.driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL
         kernels = [_KernelNode(node, sentinels) for node, kind in nodes(graph) if kind == kernel_type]
         self._kernels = [kernel for kernel in kernels if kernel.places]
-        check_sentinels(sentinels, {sentinels[scalar] for kernel in self._kernels for scalar, _ in kernel.places})
+        found = {sentinels[scalar] for kernel in self._kernels for scalar, _ in kernel.places}
+        self.missing = frozenset(sentinels) - found
+        self._last: tuple[int, ...] = ()  # that were set
+
+    def __len__(self) -> int:
+        """How many kernels get some."""
+        return len(self._kernels)
 
     def bind(self, executable: Any) -> None:
         self._updates = [kernel.updater(executable) for kernel in self._kernels]
 
     def set(self, scalars: Sequence[int]) -> None:
+        if (now := tuple(scalars)) == self._last:
+            return
+        self._last = ()
         for kernel, update in zip(self._kernels, self._updates):
             for scalar, place in kernel.places:
                 place.value = scalars[scalar]
             (error,) = update()
             if error:
                 refused("new scalars for a kernel of a graph", error)
+        self._last = now
 
 
 class _KernelNode:

@@ -259,6 +259,7 @@ class CudaPool:
         buffers: Tensors = (),
         copied_out: CopiedOut | None = None,
         sentinels: Sequence[int] = (),
+        may_miss: bool = False,
     ) -> tuple[CudaGraph, Sequence[Any]]:
         with capturing(self._index), self._on_capture_stream() as current:
             if self._ran_out:
@@ -267,7 +268,7 @@ class CudaPool:
             graph = CudaGraph(self._index, self._private_pool, self._capture_stream, buffers)
             try:
                 outputs = self._record(graph, fn, args, copied_out)
-                graph.instantiate(sentinels)
+                graph.instantiate(sentinels, may_miss=may_miss)
             except BaseException as error:
                 self._recover(graph, current)
                 if isinstance(error, torch.OutOfMemoryError):

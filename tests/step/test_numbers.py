@@ -1,0 +1,310 @@
+"""Numbers of fused optimizers that change between steps: one graph for all, where nothing but kernels reads them."""
+
+from __future__ import annotations
+
+import functools
+from functools import partial
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+from support import usual_step
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD, Adam, AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, OneCycleLR, ReduceLROnPlateau
+
+from thunder_cg import explain
+
+CALLS = 10
+
+
+def why(step):
+    return f"{step.captures} captures, {step.replays} replays\n{explain(step)}"
+
+
+def fused(kind, device, **options):
+    return partial(kind, fused=True, **({} if kind is SGD else {"capturable": device == "cuda"}), **options)
+
+
+def scheduled(make_scheduler, make_optimizer, step_of=usual_step):
+    """Makes a step, and has a scheduler follow each call."""
+
+    def make(model):
+        step = step_of(model, make_optimizer)
+        step.scheduler = make_scheduler(step.optimizer)
+        return step
+
+    def between(i, model, fn, batch):
+        fn.scheduler.step(*([1.0] if isinstance(fn.scheduler, ReduceLROnPlateau) else []))
+
+    return make, CALLS, between
+
+
+SCHEDULES = {
+    "one cycle": (AdamW, {}, partial(OneCycleLR, max_lr=0.1, total_steps=40)),
+    "one cycle, Adam": (Adam, {"weight_decay": 0.1, "amsgrad": True}, partial(OneCycleLR, max_lr=0.1, total_steps=40)),
+    "one cycle, momentum": (SGD, {"momentum": 0.9, "lr": 0.1}, partial(OneCycleLR, max_lr=0.1, total_steps=40)),
+    "cyclic": (SGD, {"momentum": 0.9, "lr": 0.1, "nesterov": True}, partial(CyclicLR, base_lr=0.01, max_lr=0.1)),
+    "cosine": (SGD, {"lr": 0.1, "weight_decay": 0.01}, partial(CosineAnnealingLR, T_max=20)),
+    "plateau": (AdamW, {"maximize": True}, partial(ReduceLROnPlateau, patience=0)),
+    "one cycle, rate in a tensor": (AdamW, {"lr": None}, partial(OneCycleLR, max_lr=0.1, total_steps=40)),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedulers(step_twins, name):
+    kind, options, scheduler = SCHEDULES[name]
+    if "lr" in options and options["lr"] is None:
+        options = options | {"lr": torch.tensor(0.01, device=step_twins.device)}
+        make_optimizer = lambda p: fused(kind, step_twins.device, lr=options["lr"].clone())(p)  # noqa: E731
+    else:
+        make_optimizer = fused(kind, step_twins.device, **options)
+    step = step_twins.train(*scheduled(scheduler, make_optimizer))
+    assert step.captures == 1 and step.replays >= CALLS - 3, why(step)
+
+
+def sets(**changes):
+    """Sets numbers of the first group of the optimizer after each call."""
+
+    def between(i, model, fn, batch):
+        for key, value in changes.items():
+            fn.optimizer.param_groups[0][key] = value(i)
+
+    return between
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        (AdamW, {"weight_decay": lambda i: numpy.float64(0.1 * i), "eps": lambda i: 1e-8 * (i + 1)}),
+        (AdamW, {"betas": lambda i: [0.9 - i / 100, 0.99], "lr": lambda i: i % 2}),
+        (SGD, {"dampening": lambda i: 0.1 * (i + 1), "lr": lambda i: 0.1 / (i + 1)}),
+    ],
+)
+def test_other_numbers(step_twins, kind, changes):
+    """Decay and epsilon may change as well, to a number of NumPy or a whole one."""
+    options = {"momentum": 0.5} if kind is SGD else {}
+    make = partial(usual_step, make=fused(kind, step_twins.device, **options))
+    step = step_twins.train(make, CALLS, sets(**changes))
+    assert step.captures == 1 and step.replays >= CALLS - 4, why(step)
+
+
+def test_groups_have_their_own(step_twins):
+    def groups(parameters):
+        first, *others = parameters
+        numbers = [{"params": [first], "lr": 0.1, "betas": (0.5, 0.9)}, {"params": others, "weight_decay": 0.0}]
+        return fused(AdamW, step_twins.device)(numbers)
+
+    def between(i, model, fn, batch):
+        first, second = fn.optimizer.param_groups
+        first["lr"], second["lr"], second["betas"] = 0.1 / (i + 2), 0.01 * i, (0.9, 0.9 + i / 200)
+
+    step = step_twins.train(partial(usual_step, make=groups), CALLS, between)
+    assert step.captures == 1 and step.replays >= CALLS - 3, why(step)
+
+
+def test_a_group_without_gradients_keeps_the_graph(step_twins):
+    """No kernel gets its numbers."""
+
+    def groups(parameters):
+        first, *others = parameters
+        first.requires_grad_(False)
+        return fused(AdamW, step_twins.device)([{"params": [first], "lr": 0.1}, {"params": others}])
+
+    def between(i, model, fn, batch):
+        for group in fn.optimizer.param_groups:
+            group["lr"] *= 0.9
+
+    step = step_twins.train(partial(usual_step, make=groups), CALLS, between)
+    assert step.captures == 1 and step.replays >= CALLS - 3, why(step)
+
+
+def test_two_optimizers(step_twins):
+    def make(model):
+        first, *others = model.parameters()
+        one, other = (fused(kind, step_twins.device, lr=0.1)(p) for kind, p in ((SGD, [first]), (AdamW, others)))
+
+        def step(x, y):
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            for each in (one, other):
+                each.step()
+                each.zero_grad()
+            return loss
+
+        step.optimizers = one, other
+        return step
+
+    def between(i, model, fn, batch):
+        for each in fn.optimizers:
+            each.param_groups[0]["lr"] = 0.1 / (i + 1)
+
+    step = step_twins.train(make, CALLS, between)
+    assert step.captures == 1 and step.replays >= CALLS - 3, why(step)
+
+
+def test_numbers_of_a_checkpoint(step_twins):
+    """It has new dictionaries, with other numbers in them."""
+
+    def between(i, model, fn, batch):
+        state = fn.optimizer.state_dict()
+        state["param_groups"][0]["lr"] = 0.1 / (i + 1)
+        if i % 4 == 3:
+            fn.optimizer.load_state_dict(state)
+        else:
+            fn.optimizer.param_groups[0]["betas"] = 0.8 + i / 100, 0.99
+
+    step = step_twins.train(partial(usual_step, make=fused(AdamW, step_twins.device)), 16, between)
+    assert step.replays >= 6, why(step)
+
+
+def test_accumulation(step_twins):
+    """The graph of a micro-batch has no kernel that takes numbers."""
+
+    def make(model):
+        optimizer = fused(AdamW, step_twins.device)(model.parameters())
+
+        def step(x, y):
+            (cross_entropy(model(x), y) / 2).backward()
+            if len(x) == 5:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        step.optimizer = optimizer
+        return step
+
+    def run(graphed):
+        model = step_twins.model()
+        fn = make(step_twins.compiled(model))
+        step = graphed(fn)
+        for i in range(20):
+            step(*step_twins.batch(5 if i % 2 else 3))
+            fn.optimizer.param_groups[0]["lr"] = 0.01 / (i + 1)
+        return [*model.parameters()], step
+
+    step = step_twins.both(run)
+    assert step.captures == 2 and step.replays >= 12, why(step)
+
+
+# ------------------------------------------------------------------------------------ what reads the numbers itself
+
+
+def names_groups(optimizer, box):
+    return lambda loss: loss * optimizer.param_groups[0]["lr"]
+
+
+def has_a_group(optimizer, box):
+    group = optimizer.param_groups[0]
+    return lambda loss: loss * group["lr"]
+
+
+def has_the_groups(optimizer, box):
+    groups = optimizer.param_groups
+    return lambda loss: loss * [*groups[0].values()][1]
+
+
+def gets_a_group(optimizer, box):
+    def scale(loss, group=optimizer.param_groups[0]):
+        return loss * group["lr"]
+
+    return scale
+
+
+def has_it_bound(optimizer, box):
+    return partial(lambda group, loss: loss * group["lr"], optimizer.param_groups[0])
+
+
+def finds_it_in_an_object(optimizer, box):
+    box.found = SimpleNamespace(inner=SimpleNamespace(numbers=optimizer.param_groups[0]))
+    return lambda loss: scaled(box, loss)
+
+
+def scaled(box, loss):
+    for name in ("inner", "numbers"):
+        box = getattr(getattr(box, "found", box), name)
+    return loss * box["lr"]
+
+
+def asks_for_its_state(optimizer, box):
+    return lambda loss: loss * optimizer.state_dict()["param_groups"][0]["lr"]
+
+
+def asks_by_name(optimizer, box):
+    return lambda loss: loss * getattr(optimizer, "param_" + "groups" if box is None else "param_groups")[0]["lr"]
+
+
+def asks_vars(optimizer, box):
+    return lambda loss: loss * vars(optimizer)["param_groups"][0]["lr"]
+
+
+def in_a_helper(optimizer, box):
+    @functools.wraps(scaled)
+    def helper(loss):
+        return names_groups(optimizer, box)(loss)
+
+    return {"helper": helper}["helper"]
+
+
+READERS = [
+    names_groups,
+    has_a_group,
+    has_the_groups,
+    gets_a_group,
+    has_it_bound,
+    finds_it_in_an_object,
+    asks_for_its_state,
+    asks_by_name,
+    asks_vars,
+    in_a_helper,
+]
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("changes", [True, False])
+def test_what_reads_a_number_gets_it(step_twins, reader, changes):
+    """The graph is for one learning rate then."""
+
+    def make(model):
+        optimizer = fused(AdamW, step_twins.device, lr=0.1)(model.parameters())
+        scale = reader(optimizer, SimpleNamespace())
+
+        def step(x, y):
+            optimizer.zero_grad()
+            loss = scale(cross_entropy(model(x), y))
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        step.optimizer = optimizer
+        return step
+
+    between = sets(lr=lambda i: 0.1 / (1 + i // 4)) if changes else None
+    step = step_twins.train(make, 16, between)
+    assert step.captures >= (2 if changes else 1) and step.replays >= 3, why(step)
+
+
+def test_a_step_that_sets_its_rate(step_twins):
+    def make(model):
+        def decay():
+            for group in step.optimizer.param_groups:
+                group["lr"] *= 0.9
+
+        step = usual_step(model, fused(SGD, step_twins.device, lr=0.1), decay)
+        return step
+
+    with pytest.warns(UserWarning, match=r"'lr'\] changed from .* in each step"):
+        step = step_twins.train(make, 12)
+    assert step.replays == 0 and any("'lr'] changed" in reason for reason in step.in_python), why(step)
+
+
+@pytest.mark.parametrize(("key", "other"), [("momentum", 0), ("lr", None)])
+def test_another_kind_of_number_is_another_state(step_twins, key, other):
+    """Without momentum there is no buffer, and a tensor is no number."""
+
+    def between(i, model, fn, batch):
+        value = torch.tensor(0.05, device=step_twins.device) if other is None else other
+        fn.optimizer.param_groups[0][key] = value if i % 8 >= 4 else 0.1 / (i + 1)
+
+    step = step_twins.train(partial(usual_step, make=fused(SGD, step_twins.device, momentum=0.9)), 24, between)
+    assert step.replays >= 4, why(step)
