@@ -78,7 +78,7 @@ def sets(**changes):
     ("kind", "changes"),
     [
         (AdamW, {"weight_decay": lambda i: numpy.float64(0.1 * i), "eps": lambda i: 1e-8 * (i + 1)}),
-        (AdamW, {"betas": lambda i: [0.9 - i / 100, 0.99], "lr": lambda i: i % 2}),
+        (AdamW, {"betas": lambda i: (0.9 - i / 100, 0.99), "lr": lambda i: i % 2}),
         (SGD, {"dampening": lambda i: 0.1 * (i + 1), "lr": lambda i: 0.1 / (i + 1)}),
     ],
 )

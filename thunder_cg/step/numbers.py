@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import is_
 from types import CodeType
 from typing import Any
 
@@ -60,21 +61,11 @@ class GroupNumbers:
         groups = (cls(optimizer, group, _keys(optimizer, group)) for group in optimizer.param_groups)
         return [each for each in groups if each.keys]
 
-    def by_key(self) -> Iterator[tuple[str, Sequence[float]]]:
-        for key in self.keys:
-            value = self.group[key]
-            yield key, value if isinstance(value, (tuple, list)) else (value,)
-
     def tensors(self) -> list[Tensor]:
         """The parameters and their state."""
         parameters = self.group["params"]
         states = (value for each in parameters for value in self.optimizer.state.get(each, {}).values())
         return [*parameters, *(value for value in states if isinstance(value, Tensor))]
-
-
-def are_there(numbers: GroupNumbers) -> bool:
-    """Whether a group has such numbers by the same keys."""
-    return _keys(numbers.optimizer, numbers.group) == numbers.keys
 
 
 def _keys(optimizer: Optimizer, group: dict[str, Any]) -> tuple[str, ...]:
@@ -84,18 +75,35 @@ def _keys(optimizer: Optimizer, group: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _are_numbers(key: str, value: Any) -> bool:
-    numbers = value if type(value) in (tuple, list) else (value,)
-    are = all(isinstance(each, float) or type(each) is int for each in numbers)
+    are = all(isinstance(each, float) or type(each) is int for each in _each(value))
     return are and (key != "momentum" or value != 0)  # without one, there is no buffer
 
 
-def scalars_of(numbers: Sequence[GroupNumbers]) -> tuple[int, ...]:
-    """What the kernels get in the next replay."""
-    return bits_of([float.__float__(n) if isinstance(n, float) else float(n) for n in _flat(numbers)])
+def _each(value: Any) -> tuple[Any, ...]:
+    return value if type(value) is tuple else (value,)
 
 
-def _flat(numbers: Sequence[GroupNumbers]) -> list[float]:
-    return [number for each in numbers for _, found in each.by_key() for number in found]
+class KernelNumbers:
+    """Those of several groups, and the scalars that kernels get for them."""
+
+    def __init__(self, groups: Sequence[GroupNumbers] = ()) -> None:
+        self.groups = groups
+        self._at = [(each.group, key) for each in groups for key in each.keys]
+        self._values: list[Any] = []
+        self._scalars: tuple[int, ...] | None = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.groups)
+
+    def scalars(self) -> tuple[int, ...] | None:
+        """Those of now; None if something else than such numbers is there. Steady calls ask for them."""
+        values = [group.get(key) for group, key in self._at]
+        if not (len(values) == len(self._values) and all(map(is_, values, self._values))):
+            self._values, self._scalars = values, None
+            if all(_are_numbers(key, value) for (_, key), value in zip(self._at, values)):
+                numbers = [number for value in values for number in _each(value)]
+                self._scalars = bits_of([float.__float__(n) if isinstance(n, float) else float(n) for n in numbers])
+        return self._scalars
 
 
 def are_found_elsewhere(numbers: Sequence[GroupNumbers], of_roots: Sequence[Any], others: Sequence[Any]) -> bool:
@@ -121,9 +129,9 @@ def _is_in(constant: Any) -> bool:
 class StandIns:
     """Sentinels in the place of the numbers, for the time of a capture."""
 
-    def __init__(self, numbers: Sequence[GroupNumbers]) -> None:
-        self._numbers = numbers
-        self._sentinels = sentinels(len(_flat(numbers)))
+    def __init__(self, numbers: KernelNumbers) -> None:
+        self._groups = numbers.groups
+        self._sentinels = sentinels(len(numbers.scalars() or ()))
         self._of_group: list[Set[int]] = []
 
     def captured(self, pool: Pool, run: Function, targets: Sequence[Tensor], copied_out: CopiedOut) -> Graph:
@@ -135,13 +143,13 @@ class StandIns:
     def _there(self) -> Iterator[None]:
         """Inside, the groups hold the sentinels. `NumbersRead` if they do not at the end."""
         found, left = [], iter(self._sentinels)
-        for each in self._numbers:
+        for each in self._groups:
             own = []
-            for key, numbers in each.by_key():
-                own += (bits := [next(left) for _ in numbers])
-                values = tuple(map(number_of, bits))
+            for key in each.keys:
                 then = each.group[key]
-                found.append((each.group, key, then, values if isinstance(then, (tuple, list)) else values[0]))
+                own += (bits := [next(left) for _ in _each(then)])
+                values = tuple(map(number_of, bits))
+                found.append((each.group, key, then, values if type(then) is tuple else values[0]))
             self._of_group.append(frozenset(own))
         for group, key, _, stand_in in found:
             group[key] = stand_in
@@ -162,11 +170,11 @@ class StandIns:
             touched: the tensors that the step writes to.
             missing: sentinels that no kernel got.
         """
-        if not self._numbers:
+        if not self._groups:
             return
         if reader:
             raise NumbersRead(f"{reader} names {_NAME}")
         written = {*map(id, touched)}
-        for each, own in zip(self._numbers, self._of_group):
+        for each, own in zip(self._groups, self._of_group):
             if own & missing and any(id(tensor) in written for tensor in each.tensors()):
                 raise NumbersRead("no kernel takes a number of an optimizer as it is")

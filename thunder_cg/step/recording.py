@@ -46,7 +46,7 @@ from thunder_cg.step.facts import ATOMS, difference
 from thunder_cg.step.fixes import DENSE, fix_of_change
 from thunder_cg.step.gradients import ANY, LIKE, THERE, ExpectedGradients, GradientsBefore, GraphGradient, Overwritten
 from thunder_cg.step.memory import nbytes
-from thunder_cg.step.numbers import StandIns, scalars_of
+from thunder_cg.step.numbers import StandIns
 from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, memory_of_tensors, moved, refuse_other_memory
 from thunder_cg.step.outside import settings_of_numpy, states_outside
 from thunder_cg.step.packages import is_constant
@@ -193,7 +193,7 @@ class StepRecording(RecordingUse):
             raise ReplayRefused(error) from error
         self.gradients_before.copy()
         self.replaced.copy_back(carried)
-        inputs, scalars = [*batch, *carried], scalars_of(self.state.kernel_numbers)
+        inputs, scalars = [*batch, *carried], self.state.kernel_numbers.scalars() or ()
         self.graph.replay([each.source(inputs) for each in self.sources], targets, scalars)
         if self.collectives is not None:
             self.collectives.count_replay()

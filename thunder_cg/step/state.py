@@ -34,7 +34,7 @@ from thunder_cg.step.collector import CONTAINERS, Collector, is_simple
 from thunder_cg.step.facts import Content, Facts, Same, is_equal, subject
 from thunder_cg.step.gradients import place_of
 from thunder_cg.step.lookups import MISSING, content_of_cell, links_of, own, own_attributes
-from thunder_cg.step.numbers import are_found_elsewhere, are_there
+from thunder_cg.step.numbers import KernelNumbers, are_found_elsewhere
 from thunder_cg.step.other_memory import can_move
 from thunder_cg.step.outside import shared_generator
 from thunder_cg.step.places import Carried, Place, place_of_read
@@ -98,7 +98,7 @@ class StepState:
         if are_found_elsewhere(heavy.kernel_numbers, heavy.holders, [*simple.holders, *others.holders]):
             self._takes_numbers = False
             heavy = self._collect_roots()
-        self.kernel_numbers = heavy.kernel_numbers
+        self.kernel_numbers = KernelNumbers(heavy.kernel_numbers)
         self._behind_names, self._of_roots = others.begin(), heavy.begin()
         self._hooks_registered = registered_hooks()
         self.objects = [*others.objects, *heavy.objects]
@@ -286,7 +286,9 @@ class StepState:
         for read, value in reads:
             if (now := read.get()) is not value and not is_equal(now, value):
                 return False
-        if not (self._of_simple.is_untouched() and self._are_facts_same() and all(map(are_there, self.kernel_numbers))):
+        if not (
+            self._of_simple.is_untouched() and self._are_facts_same() and self.kernel_numbers.scalars() is not None
+        ):
             return False
         if any([place.key for place in place_of_read(read)] != [key] for read, key in self._lead_to):
             return False
@@ -313,7 +315,7 @@ class StepState:
             heavy = self._collect_roots()
             if heavy.facts != self._of_roots.facts:
                 return False
-            self._of_roots, self.kernel_numbers = heavy.begin(), heavy.kernel_numbers
+            self._of_roots, self.kernel_numbers = heavy.begin(), KernelNumbers(heavy.kernel_numbers)
         self._hooks_registered = registered_hooks()
         return True
 
