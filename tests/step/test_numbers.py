@@ -62,6 +62,8 @@ def test_schedulers(step_twins, name):
         make_optimizer = fused(kind, step_twins.device, **options)
     step = step_twins.train(*scheduled(scheduler, make_optimizer))
     assert step.captures == 1 and step.replays >= CALLS - 3, why(step)
+    is_number = "lr" not in options or not isinstance(options["lr"], torch.Tensor)
+    assert ("; replays set lr, " if is_number else "; replays set ") in str(explain(step))
 
 
 def sets(**changes):
@@ -185,6 +187,7 @@ def test_accumulation(step_twins):
 
     step = step_twins.both(run)
     assert step.captures == 2 and step.replays >= 12, why(step)
+    assert str(explain(step)).count("; replays set lr, betas, weight_decay, eps") == 1
 
 
 # ------------------------------------------------------------------------------------ what reads the numbers itself

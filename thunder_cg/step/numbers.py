@@ -132,7 +132,7 @@ class StandIns:
     def __init__(self, numbers: KernelNumbers) -> None:
         self._groups = numbers.groups
         self._sentinels = sentinels(len(numbers.scalars() or ()))
-        self._of_group: list[Set[int]] = []
+        self._of_group: list[dict[int, str]] = []  # with the keys
 
     def captured(self, pool: Pool, run: Function, targets: Sequence[Tensor], copied_out: CopiedOut) -> Graph:
         """What the pool captures while the groups hold them."""
@@ -144,13 +144,13 @@ class StandIns:
         """Inside, the groups hold the sentinels. `NumbersRead` if they do not at the end."""
         found, left = [], iter(self._sentinels)
         for each in self._groups:
-            own = []
+            own: dict[int, str] = {}
             for key in each.keys:
                 then = each.group[key]
-                own += (bits := [next(left) for _ in _each(then)])
+                own |= (bits := {next(left): key for _ in _each(then)})
                 values = tuple(map(number_of, bits))
                 found.append((each.group, key, then, values if type(then) is tuple else values[0]))
-            self._of_group.append(frozenset(own))
+            self._of_group.append(own)
         for group, key, _, stand_in in found:
             group[key] = stand_in
         try:
@@ -162,19 +162,18 @@ class StandIns:
             for group, key, then, _ in found:
                 group[key] = then
 
-    def check(self, reader: str, touched: Sequence[Tensor], missing: Set[int]) -> None:
-        """Raises `NumbersRead` if something else than kernels reads the numbers.
+    def taken(self, reader: str, touched: Sequence[Tensor], missing: Set[int]) -> tuple[str, ...]:
+        """The keys of the numbers that kernels take. `NumbersRead` if something else may read them.
 
         Args:
             reader: a function that names the groups, in words; "" if none does.
             touched: the tensors that the step writes to.
             missing: sentinels that no kernel got.
         """
-        if not self._groups:
-            return
-        if reader:
+        if reader and self._groups:
             raise NumbersRead(f"{reader} names {_NAME}")
         written = {*map(id, touched)}
         for each, own in zip(self._groups, self._of_group):
-            if own & missing and any(id(tensor) in written for tensor in each.tensors()):
+            if own.keys() & missing and any(id(tensor) in written for tensor in each.tensors()):
                 raise NumbersRead("no kernel takes a number of an optimizer as it is")
+        return tuple(dict.fromkeys(key for own in self._of_group for each, key in own.items() if each not in missing))

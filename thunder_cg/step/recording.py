@@ -83,6 +83,7 @@ class StepRecording(RecordingUse):
     dropped: frozenset[int]  # parameters whose gradients it drops unread, by identity
     apart: weakref.WeakSet[GraphGradient]  # whose memory it does not use for anything else
     touched: list[Tensor]  # of the state: tensors whose version each step advances
+    numbers: tuple[str, ...]  # keys in groups of optimizers, see Note [Numbers of fused optimizers] in numbers.py
     memory: frozenset[int]  # where the state's tensors are, and gradients that the step reads or adds to
     gradient_nbytes: int  # of the pool: recordings may share gradients
     settings: list[tuple[Callable[[], Any], Any]]  # of PyTorch and NumPy, and what ABC.register() has changed
@@ -540,7 +541,7 @@ class StepCapture:
         assert outputs is not None
         outputs.disown()
         touched = self._touched(versions, buffers)
-        numbers.check(self.calls.reads_groups, touched, graph.missing)
+        taken = numbers.taken(self.calls.reads_groups, touched, graph.missing)
         self._refuse_what_python_did(outside, places)
         missing = self._what_replays_would_miss()
         addresses = Addresses(body.addresses)
@@ -571,6 +572,7 @@ class StepCapture:
             dropped=frozenset(id(p) for p, each in zip(state.parameters, expected) if each is ANY or each is THERE),
             apart=weakref.WeakSet(),
             touched=touched,
+            numbers=taken,
             memory=_storages([*state.memory, *expected]),
             gradient_nbytes=nbytes(g for g in tensors if g is not None and _is_in(g, pool)),
             only_once=missing,
