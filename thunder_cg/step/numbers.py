@@ -69,7 +69,7 @@ class GroupNumbers:
 
 
 def _keys(optimizer: Optimizer, group: dict[str, Any]) -> tuple[str, ...]:
-    if group.get("fused") is not True:
+    if type(group) is not dict or group.get("fused") is not True:
         return ()
     return tuple(key for key in FUSED.get(type(optimizer), ()) if _are_numbers(key, group.get(key)))
 
