@@ -19,6 +19,8 @@ VIEWS = [
     "y[1:, 0]",
     "y.float()",
     "y.float().float()",
+    "y.repeat(1, 1)",  # new memory, though its values are those of y
+    "y.repeat((1, 1))",
 ]
 
 
@@ -30,7 +32,7 @@ def returning(results: str) -> Any:
 
 @pytest.mark.parametrize("with_gradient", [True, False])
 @pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.nightly_after(8)
+@pytest.mark.nightly_after(10)
 def test_a_view_beside_what_it_shows(backend, device, view, with_gradient):
     of_y, of_x = returning(f"y, {view}"), returning(view.replace("y.", "x.").replace("y[", "x[").replace("(y", "(x"))
     for fn in (of_y, lambda x: (x, of_x(x))):
