@@ -42,7 +42,7 @@ class CompiledFunction(ThunderFXCompiledObject):
         self._copied = copied
         self.after_call: Callable[[], None] | None = None
         self._count = _Count()
-        scope_dynamo(function)
+        scope_dynamo(function, backend.is_moved)
         module = getattr(function, "_orig_mod", None)
         self.__signature__ = inspect.signature(function if module is None else module.forward)
 

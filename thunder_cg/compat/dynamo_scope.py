@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.variables import ConstantVariable, TensorVariable, builder, misc
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
+from thunder_cg.compat.dynamo_hooks import Hook, leaving_moved_hooks
 from thunder_cg.compat.thunder import connect_to_autograd
 
 _LOG_METHODS = re.compile(r"(debug|info|warning|warn|error|critical|fatal|log)(_once|_advice)?")  # they return None
@@ -47,12 +48,15 @@ def dynamo_callback(fn: Any) -> Any | None:
     return inspect.getclosurevars(fn).nonlocals.get("callback") if inspect.isfunction(fn) else None
 
 
-def scope_dynamo(function: Any) -> None:
+def scope_dynamo(function: Any, is_moved: Callable[[Hook], bool]) -> None:
     """Has Dynamo trace a compiled function in these ways.
 
     Sizes, floats and integers, those of modules too, are dynamic by this function's calls alone, floats are constant at
     first, calls of loggers are made after the graph, the limit of recompilations counts the versions of this function
-    alone, and nothing is compiled of a backward.
+    alone, and nothing is compiled of a backward, nor of a function with hooks that Dynamo would move.
+
+    Args:
+        is_moved: says so of a hook.
     """
     callback = dynamo_callback(function)
     convert = getattr(callback, "_torchdynamo_orig_backend", None)
@@ -72,6 +76,7 @@ def scope_dynamo(function: Any) -> None:
             _reading_constants(),
             _counting_versions_of(backend),
             _own_reasons_first(),
+            leaving_moved_hooks(is_moved),
             config.patch(allow_unspec_int_on_nn_module=True),
         ):
             return convert(frame, *args, skip=skip + 1, **kwargs)

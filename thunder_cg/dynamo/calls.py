@@ -18,7 +18,7 @@ from thunder_cg.dynamo import operators
 from thunder_cg.dynamo.fallbacks import has_another_derivative, returns_cpu_scalar
 from thunder_cg.dynamo.layouts import fixed_stride, layout_counts
 from thunder_cg.dynamo.nodes import arguments, call_before, call_instead, result_of
-from thunder_cg.dynamo.writes import requires_grad, shares_memory, written_by
+from thunder_cg.dynamo.writes import is_returned_beside_another, requires_grad, shares_memory, written_by
 
 # Names of arguments that Thunder's operators do not have: PyTorch's own, and those of NumPy, which PyTorch takes, too.
 _UNKNOWN = frozenset({
@@ -45,6 +45,8 @@ def name_as_thunder_does(node: Node) -> None:
         node.kwargs = {name: value for name, value in node.kwargs.items() if _DEFAULTS.get(name, ...) is not value}
     if node.op == "call_method" and node.target == "broadcast_to":
         node.target = "expand"
+    elif node.target == "float" and not node.kwargs and example(node) is example(node.args[0]):
+        node.target, node.args = "to", (node.args[0], torch.float32)  # which may be returned beside its argument
     elif node.target == "to" and len(node.args) == 4 and node.args[3] is False:  # a module's, with non_blocking
         node.args = node.args[: 2 if node.args[2] is None else 3]
     elif node.target is getattr and node.args[1] in ("H", "mH") and not example(node).is_complex():
@@ -171,8 +173,17 @@ def scatter_without_waiting(node: Node) -> None:
 
 def unfold_to_new_memory(node: Node) -> None:
     """Thunder takes the method for the function of that name."""
-    if not _is_written(node):
+    if not (_is_written(node) or is_returned_beside_another(node)):
         call_instead(node, operators.unfold(), *node.args, **node.kwargs)
+
+
+def repeat_to_new_memory(node: Node) -> None:
+    """``x.repeat(1, 1)``, for which Thunder returns ``x``."""
+    source, *given = node.args
+    tensor, once = example(source), (1,) * example(source).dim()
+    is_laid_out = fixed_stride(tensor) is not None and tensor.is_contiguous()
+    if not node.kwargs and is_laid_out and once and (*given,) in (once, (once,), ([*once],)):
+        call_instead(node, torch.clone, source)
 
 
 def take_part_to_new_memory(node: Node) -> None:

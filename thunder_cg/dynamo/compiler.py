@@ -33,6 +33,7 @@ from thunder_cg.compat.operators import library_names
 from thunder_cg.compat.splitter import keeping_fallbacks
 from thunder_cg.compat.thunder import ThunderModule, owns_regions
 from thunder_cg.dynamo.fallbacks import objections
+from thunder_cg.dynamo.hooks import is_moved
 from thunder_cg.dynamo.layouts import keeping_layouts
 from thunder_cg.dynamo.nodes import copied
 from thunder_cg.dynamo.numbers import specialize_floats, take_out_numbers, take_out_numbers_of_parts
@@ -72,6 +73,7 @@ class Compiler(ThunderCompiler):
     failures = 0
     failure: str | None = None
     parameters: Sequence[str] = ()
+    is_moved = staticmethod(is_moved)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -43,6 +43,7 @@ from thunder_cg.dynamo.layouts import layout_counts, reads_by_strides
 from thunder_cg.dynamo.nodes import argument
 from thunder_cg.dynamo.writes import (
     is_named_in_place,
+    is_returned_beside_another,
     requires_grad,
     shares_memory,
     untracked_writes,
@@ -107,7 +108,7 @@ def _with_results(node: Node) -> Iterator[Node]:
 
 def _objections(graph: Graph, options: dict[str, Any]) -> Callable[[Node], SkipReason | None]:
     transformed = inside_transforms(graph)
-    lost_views = [example(node) for node in _views_lost_before_writes(graph)]
+    lost_views = [example(node) for node in _views_lost(graph)]
     lost, untracked = untracked_writes(graph), without_gradient(graph)
     viewed, with_dtensors = views_and_writes(graph), trains_on_dtensors(graph)
     is_given = _writes_across_pieces(graph, options)
@@ -148,9 +149,9 @@ def _objections(graph: Graph, options: dict[str, Any]) -> Callable[[Node], SkipR
             problem = "combines a 0-dim tensor on the CPU with a larger one, and Thunder adds its gradient to others"
             return SkipReason(problem, _WITH_DIMENSION)
         function = fallback_of(node)
-        if function is not None and shares_memory(lost_views, result):
+        if _may_copy(node) and shares_memory(lost_views, result):
             return SkipReason(
-                "returns a view of what is written in place, which Thunder's fallback for it does not know",
+                "returns a view of what is written in place, or returned beside it, and Thunder may return a copy",
                 _OUT_OF_PLACE,
             )
         if shares_memory(lost_views, example(written_by(node))):
@@ -285,8 +286,9 @@ def has_another_derivative(node: Node) -> bool:
     return is_thunders and is_complex and not isinstance([*node.args, None][0], (list, tuple))
 
 
-def _views_lost_before_writes(graph: Graph) -> Iterator[Node]:
-    """Fallbacks that return views of memory that is written later, and that Thunder does not know as views by then.
+def _views_lost(graph: Graph) -> Iterator[Node]:
+    """Operators that return views of memory that is written later, in the graph or by who gets it, and of which Thunder
+    makes copies, or does not know them as views by then.
 
     It knows some of them, but none that it has differentiated. ``x.data`` is one that only Inductor gets.
     """
@@ -294,12 +296,18 @@ def _views_lost_before_writes(graph: Graph) -> Iterator[Node]:
     written: list[Any] = []
     for node in reversed(graph.nodes):
         function = fallback_of(node)
-        is_fallback = function is not None and (trains or not is_known_view(function))
-        if is_fallback or node.target is GET_DATA:
+        is_lost = _may_copy(node) if trains else function is not None and not is_known_view(function)
+        if is_lost or node.target is GET_DATA:
             result = example(node)
-            if shares_memory(written, result) and shares_memory(example(node.all_input_nodes), result):
+            is_view = shares_memory(example(node.all_input_nodes), result)
+            if is_view and (shares_memory(written, result) or is_returned_beside_another(node)):
                 yield node
         written += map(example, written_by(node))
+
+
+def _may_copy(node: Node) -> bool:
+    """Whether Thunder may make a copy where PyTorch makes a view, as it writes ``diagonal`` with a gradient."""
+    return fallback_of(node) is not None or operator_name(node) == "diagonal"
 
 
 def _is_unsummed(node: Node, *, is_tracked: bool) -> bool:

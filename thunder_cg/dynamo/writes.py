@@ -79,6 +79,18 @@ def shares_memory(values: Any, others: Any) -> bool:
     return any(has_storage(tensor) and shares_storage(values, tensor) for tensor in tensors_in(others))
 
 
+def is_returned_beside_another(node: Node) -> bool:
+    """Whether the result of a node, or a view of it, is returned, and what else shares its memory is, or is an input.
+
+    What is written to one of them later shows in the others.
+    """
+    *_, output = node.graph.nodes
+    names = [*output.all_input_nodes, *node.graph.find_nodes(op="placeholder")]
+    shared = [name for name in names if name is node or shares_memory([example(node)], example(name))]
+    made_of_it = [name for name in shared if name is node or node in ancestors(name)]
+    return 0 < len(made_of_it) < len(shared)
+
+
 def makes_only_views(graph: Graph) -> bool:
     """Whether all tensors that a graph makes are views of its inputs, and it writes nothing: it runs no kernel."""
     inputs = [example(node) for node in graph.nodes if not node.op.startswith("call")]

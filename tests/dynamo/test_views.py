@@ -1,0 +1,68 @@
+"""What is returned beside what it is a view of: a later write to one shows in the other, as in PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import regions, same
+
+from thunder_cg import explain, thunderfx
+
+VIEWS = [
+    "y.diagonal()",
+    "torch.diagonal(y, 1)[1:]",
+    "y.unfold(0, 2, 1)",
+    "y.ravel()",
+    "y.swapaxes(0, 1)",
+    "y[1:, 0]",
+    "y.float()",
+    "y.float().float()",
+    "y.repeat(1, 1)",  # new memory, though its values are those of y
+    "y.repeat((1, 1))",
+]
+
+
+def returning(results: str) -> Any:
+    names: dict[str, Any] = {"torch": torch}
+    exec(f"def made(x):\n y = x * 2\n return {results}", names)
+    return names["made"]
+
+
+@pytest.mark.parametrize("with_gradient", [True, False])
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.nightly_after(10)
+def test_a_view_beside_what_it_shows(backend, device, view, with_gradient):
+    of_y, of_x = returning(f"y, {view}"), returning(view.replace("y.", "x.").replace("y[", "x[").replace("(y", "(x"))
+    for fn in (of_y, lambda x: (x, of_x(x))):
+        graphed = thunderfx(fn, backend=backend)
+        for seed in range(4):
+            outcomes = []
+            for each in (graphed, fn):
+                torch.manual_seed(seed)
+                x = torch.randn(4, 4, device=device, requires_grad=with_gradient)
+                whole, part = each(x)
+                if with_gradient:
+                    (whole.exp().sum() + part.sin().sum()).backward()
+                with torch.no_grad():
+                    whole[1] = 7.0
+                    seen = part.clone()
+                    part.zero_()
+                outcomes.append((whole.detach(), seen, x.grad))
+            same(*outcomes)
+
+
+def test_what_is_left_to_inductor_is_named(backend, device):
+    graphed = thunderfx(returning("y, y.diagonal()"), backend=backend)
+    graphed(torch.ones(3, 3, device=device, requires_grad=True))
+    (outside,) = explain(graphed).outside
+    assert "returned beside it, and Thunder may return a copy" in outside.reason
+
+
+def test_a_view_that_is_returned_alone_is_in_the_graph(backend, device):
+    graphed = thunderfx(returning("y.diagonal() * y[0], y.diagonal()"), backend=backend)
+    for _ in range(4):
+        x = torch.ones(3, 3, device=device, requires_grad=True)
+        sum(result.sum() for result in graphed(x)).backward()
+    assert not explain(graphed).outside and any(region["replays"] for region in regions(graphed))
