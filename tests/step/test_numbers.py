@@ -188,6 +188,52 @@ def test_accumulation(step_twins):
     assert step.captures == 2 and step.replays >= 12, why(step)
 
 
+def test_optimizers_in_another_order(step_twins):
+    """The attributes of a module have an order, in which nothing else differs."""
+
+    def make(model):
+        box = torch.nn.Identity()
+        first, *others = model.parameters()
+        box.one = fused(AdamW, step_twins.device, lr=0.1)([first])
+        box.other = fused(SGD, step_twins.device, lr=0.2, momentum=0.9)(others)
+
+        def update(box):
+            for each in (getattr(box, name) for name in ("one", "other")):
+                each.step()
+                each.zero_grad()
+
+        def step(x, y):
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            update(box)
+            return loss
+
+        step.box = box
+        return step
+
+    def between(i, model, fn, batch):
+        if i == 5:
+            first = fn.box.one
+            del fn.box.one
+            fn.box.one = first
+        fn.box.one.param_groups[0]["lr"] = 0.1 / (i + 1)
+
+    assert step_twins.train(make, CALLS, between).replays >= 4
+
+
+@pytest.mark.parametrize(("key", "value"), [("betas", (0.9,)), ("betas", (0.9, 0.9, 0.9)), ("lr", (0.1,))])
+def test_what_no_kernel_takes_raises_as_in_python(step_twins, key, value):
+    model = step_twins.compiled(step_twins.model())
+    fn = usual_step(model, fused(AdamW, step_twins.device))
+    step = step_twins.graphed(fn)
+    for _ in range(4):
+        step(*step_twins.batch())
+    assert step.replays >= 1, why(step)
+    fn.optimizer.param_groups[0][key] = value
+    with pytest.raises((TypeError, ValueError)):
+        step(*step_twins.batch())
+
+
 # ------------------------------------------------------------------------------------ what reads the numbers itself
 
 
