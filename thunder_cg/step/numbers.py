@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from threading import get_ident
 from types import CodeType
 from typing import Any
 
@@ -174,6 +175,7 @@ class StandIns:
         if not self._numbers:
             yield
             return
+        self._thread = get_ident()
         kinds = {type(each.optimizer) for each in self._numbers}
         if not all(map(can_be_hooked, kinds)):
             raise NumbersRead("a class of optimizers looks attributes up by itself")
@@ -189,7 +191,8 @@ class StandIns:
 
     def _note_lookup(self, value: Any, name: str) -> None:
         """An attribute of an optimizer is looked up or set."""
-        if name in _NAMES and any(value is each.optimizer for each in self._numbers):
+        is_own = name in _NAMES and any(value is each.optimizer for each in self._numbers)
+        if is_own and get_ident() == self._thread:
             frame = calling_frame()
             if frame is None or frame.f_code not in _KNOWN:
                 self._note(None if frame is None else frame.f_code, f"looks up {name} of an optimizer")
