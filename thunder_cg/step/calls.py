@@ -88,7 +88,8 @@ _TELL_APART_IN_PYTHON = {vars(torch.Tensor)[name].__code__: name for name in ("_
 _READS_OF_SEEDS = {"get_offset", "get_state", "initial_seed"}
 _GETTERS = ("_get_", "_is_")  # those without a line in front are in `thread_states`, or deprecated
 _random: Any = random.random  # of the generator of the process
-_UNSEEN = {"__getattribute__", "__setattr__", "__delattr__", "getattr_static"}
+_LOOKS_UP_UNSEEN = {"__getattribute__", "getattr_static"}
+_UNSEEN = {*_LOOKS_UP_UNSEEN, "__setattr__", "__delattr__"}
 _ASKS: Any = torch.cuda.is_current_stream_capturing
 _WITHOUT_EFFECT = {"logging", "importlib._bootstrap", "warnings"}  # modules
 # What they return is another value in each call.
@@ -514,8 +515,8 @@ class Calls:
             self._object(frame, f"what {name} gives {_UNSEEN_THERE}", _CALL_BEFORE.replace("call", "read"), weak=True)
         is_own = code.co_name in ("__init__", *_UNSEEN)  # what it does with an object was seen already
         self.numbers.note_call(code, frame.f_locals)
-        if not is_own and not _UNSEEN.isdisjoint(code.co_names):
-            self.looks_up_unseen = True
+        self.looks_up_unseen |= not is_own and not _UNSEEN.isdisjoint(code.co_names)
+        if not is_own and not _LOOKS_UP_UNSEEN.isdisjoint(code.co_names):
             self.numbers.note_unseen(code)
         self._inner.update(each for each in code.co_consts if isinstance(each, types.CodeType))
         if code in self._inner:
