@@ -46,9 +46,9 @@ class Automatic(L.LightningModule):
 
 
 def fused(module):
-    """An optimizer that a graph can hold, and a schedule that writes its learning rate."""
-    lr = torch.tensor(0.01, device=module.device)
-    optimizer = torch.optim.AdamW(module.net.parameters(), lr=lr, fused=True, capturable=lr.is_cuda)
+    """An optimizer that a graph can hold, and a schedule of its learning rate."""
+    on_gpu = module.device.type == "cuda"
+    optimizer = torch.optim.AdamW(module.net.parameters(), lr=0.01, fused=True, capturable=on_gpu)
     return [optimizer], [StepLR(optimizer, 1, gamma=0.5)]
 
 

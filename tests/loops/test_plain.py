@@ -16,9 +16,7 @@ from thunder_cg import cudagraph_transform, graphed_step
 
 def loop(model, data, device, graphed=lambda step: step, epochs=4):
     """Trains, and returns the losses of all steps and all evaluations."""
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=torch.tensor(0.01, device=device), fused=True, capturable=device == "cuda"
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True, capturable=device == "cuda")
     schedule = StepLR(optimizer, 1, gamma=0.5)
 
     def step(x, labels):

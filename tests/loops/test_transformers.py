@@ -67,9 +67,7 @@ def test_the_whole_step(net, data, backend, device, tmp_path):
     rows = [{"x": x, "labels": y} for x, y in data]
 
     def run(model, graphed):
-        optimizer = torch.optim.AdamW(
-            model.parameters(), lr=torch.tensor(0.01, device=device), fused=True, capturable=device == "cuda"
-        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True, capturable=device == "cuda")
 
         def update(x, labels):
             loss = model(x, labels)

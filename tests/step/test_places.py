@@ -399,16 +399,20 @@ def count_for(passed_on):
 
 def numbers(model):
     keeper, metrics, inner, calls = Keeper(model), Slots(0), Counted().to(model[0].weight.device), 0
+    rows = columns = lengths = 0
     keeper.before = SimpleNamespace(seen=3)
     keeper.epochs = 1
     keeper.stats, keeper.left = {"steps": 0, "left": 9}, 5
     model.append(inner)
 
     def keep(loss, logits):
-        nonlocal calls
+        nonlocal calls, rows, columns, lengths
         global STEPS
         size = logits.shape[0]
         calls += 1
+        rows += logits.size(0)
+        columns = columns + logits.shape[1]
+        lengths -= len(logits)
         keeper.epochs += 1
         STEPS += size
         metrics.loss += 2 if size > 1 else 1
@@ -420,7 +424,7 @@ def numbers(model):
 
     def found():
         counts = STEPS, calls, metrics.loss, keeper.before.seen, keeper.epochs, inner.steps, inner.seen
-        counts += (*keeper.stats.values(), keeper.left, metrics.calls)
+        counts += (*keeper.stats.values(), keeper.left, metrics.calls, rows, columns, lengths)
         return torch.tensor([*counts, *inner.means])
 
     return keep, found, keeper, inner

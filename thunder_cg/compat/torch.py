@@ -94,4 +94,5 @@ def code_of_fused_steps() -> Iterator[CodeType]:
         "_cuda_graph_capture_health_check",
     )  # since torch 2.11, and before
     known += [vars(kind)[name] for name in names if name in vars(kind)]
-    yield from (inspect.unwrap(each).__code__ for each in known)
+    codes = (inspect.unwrap(each).__code__ for each in known)
+    yield from (code for code in codes if code.co_filename.startswith(torch.__path__[0]))  # others have replaced one

@@ -37,6 +37,7 @@ class StepReport(FunctionReport):
     # What each of these graphs does: its kernels, memcpys and memsets; recorded ops on the tape; nothing if not known.
     nodes: tuple[Mapping[str, int], ...] = ()
     collectives: tuple[tuple[str, ...], ...] = ()  # of each: how many of which kind, bytes, group and overlap, in words
+    numbers: tuple[tuple[str, ...], ...] = ()  # of each: what replays set of the groups of fused optimizers
     raised: int = 0  # calls whose replay raised an error
     # What lines of the step do that no replay does, by place, as far as its code says so.
     unreplayed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -49,8 +50,9 @@ class StepReport(FunctionReport):
         nodes = tuple(recording.graph.counts() for recording in step.recordings)
         counts = step.calls, step.replays, step.captures
         said = tuple(tuple(_collectives(recording.communicates)) for recording in step.recordings)
+        numbers = tuple(recording.numbers for recording in step.recordings)
         memory = MemoryReport.of_step(step)
-        return cls(step.name, *counts, in_python, memory, nodes, said, step.raised, unreplayed(step))
+        return cls(step.name, *counts, in_python, memory, nodes, said, numbers, step.raised, unreplayed(step))
 
     def lines(self) -> Iterator[str]:
         """The text, line by line."""
@@ -67,7 +69,9 @@ class StepReport(FunctionReport):
                 yield from (" ".join(part.splitlines()) for part in parts)  # a line of source may be several
         for number, kinds in enumerate(self.nodes):
             has = [", ".join(count(times, kind) for kind, times in kinds.items())] if kinds else []
-            if has := [*has, *(self.collectives[number] if self.collectives else ())]:
+            has += self.collectives[number] if self.collectives else ()
+            has += [f"replays set {', '.join(keys)}" for keys in self.numbers[number : number + 1] if keys]
+            if has:
                 yield f"Graph {number}: {'; '.join(has)}"
         if lines := [*self._unreplayed()]:
             yield "What no replay does:"

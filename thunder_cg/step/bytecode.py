@@ -27,6 +27,12 @@ GROWS = {"append", "extend"}
 _LOOKUPS = {"LOAD_ATTR", "LOAD_METHOD"}
 _ATTRIBUTES = {*_LOOKUPS, "STORE_ATTR"}
 _ITEM = ["LOAD_CONST", "BINARY_SUBSCR"]
+_EFFECTS = {
+    **dict.fromkeys(_VARIABLES | {"LOAD_CONST"}, 1),
+    **dict.fromkeys(_LOOKUPS, 0),
+    "BINARY_SUBSCR": -1,
+}  # on the stack
+_DEEPEST = 1000  # no stack is that deep
 _COPIES = {"COPY", "DUP_TOP", "DUP_TOP_TWO"}
 _NEUTRAL = {"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", *_COPIES}  # what was loaded last stays on top of the stack
 
@@ -217,13 +223,23 @@ def _made_list(listing: list[_Instruction], i: int, _: Set[int]) -> _Rewritten:
 
 
 def _added_to_variable(listing: list[_Instruction], i: int, _: Set[int]) -> _Rewritten:
-    """``n += 1`` or ``n = n + size``."""
-    load, *names = _names(listing[i : i + 4])
-    if names[1:] not in (["INPLACE_ADD", "STORE_GLOBAL"], ["INPLACE_ADD", "STORE_DEREF"]) or names[0] not in _ONE_VALUE:
+    """``n += 1``, ``n = n + size`` or ``n += x.size(0)``."""
+    load, store = listing[i], listing[i].name.replace("LOAD_", "STORE_")
+    added = next((n for n in range(i + 1, len(listing)) if listing[n].name in ("INPLACE_ADD", *_STORES)), len(listing))
+    ends = [(each.name, each.value) for each in listing[added + 1 : added + 2]]
+    if ends != [(store, load.value)] or not _is_one_value(value := listing[i + 1 : added]):
         return None
-    if load.removeprefix("LOAD_") != names[2].removeprefix("STORE_") or listing[i].value != listing[i + 3].value:
-        return None
-    return [listing[i], listing[i]._replace(name="LOAD_ATTR", value=ADDED_TO), listing[i + 1]], i + 4
+    return [load, load._replace(name="LOAD_ATTR", value=ADDED_TO), *value], added + 2
+
+
+def _is_one_value(listing: list[_Instruction]) -> bool:
+    """Whether these leave one value on the stack, and reach for nothing below it."""
+    depth = 0
+    for name, value, *_ in listing:
+        depth += -value if name.startswith("CALL") and isinstance(value, int) else _EFFECTS.get(name, -_DEEPEST)
+        if depth < 1:
+            return False
+    return depth == 1
 
 
 def _added_to(listing: list[_Instruction], i: int, copied: Set[int]) -> _Rewritten:

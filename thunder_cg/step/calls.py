@@ -36,7 +36,7 @@ import types
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ from thunder_cg.step.bytecode import sets_variables
 from thunder_cg.step.facts import ATOMS
 from thunder_cg.step.heap import known_functions
 from thunder_cg.step.lookups import MISSING, content_of_cell
-from thunder_cg.step.numbers import GroupNumbers, StandIns
+from thunder_cg.step.numbers import KernelNumbers, StandIns
 from thunder_cg.step.packages import is_constant, is_installed
 from thunder_cg.step.reads import Called
 from thunder_cg.step.snapshot import Undo
@@ -221,7 +221,7 @@ class Calls:
         self,
         undos_of: Callable[[Called], list[Undo]],
         parameters: Iterable[torch.Tensor] = (),
-        numbers: Sequence[GroupNumbers] = (),
+        numbers: KernelNumbers | None = None,
     ) -> None:
         """Before a capture, which may be the second one of a call.
 
@@ -230,7 +230,7 @@ class Calls:
             parameters: of the step.
             numbers: of optimizers, that it does not compare.
         """
-        self.numbers = StandIns(numbers)
+        self.numbers = StandIns(numbers or KernelNumbers())
         self._undos_of, self._parameters = undos_of, {*map(id, parameters)}
         self.gradients: MutableMapping[torch.Tensor, torch.Tensor | None] = WeakTensorKeyDictionary()
         self.groups: dict[ProcessGroup, list[StepCollective]] = {}

@@ -72,7 +72,7 @@ _MASKING = os.path.join("transformers", "masking_utils.py")
 _MASKS = "Transformers chooses a mask by its values; pass attention_mask with 4 dimensions: batch, 1, queries, keys"
 _OUTSIDE = "the host reads a value there; make that call outside of the step"
 _IN_STEP = "do that outside of the step, or keep it in a tensor on the device that the step writes in place"
-_COUNTED = "a graph goes on counting what the step only adds to, as self.n += x.size(0), or, for a global, n += size"
+_COUNTED = "a graph goes on counting what the step only adds to, as self.n += x.size(0)"
 _OF_DICTIONARY = ", if the step names the dictionary in no other way"
 _AS_TENSOR = "pass it as a tensor on the device"
 _IN_PLACE = "keep it in a tensor on the device, and write that in place"

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import is_
 from threading import get_ident
 from types import CodeType
 from typing import Any
@@ -68,15 +69,6 @@ class GroupNumbers:
         groups = (cls(optimizer, group, _keys(optimizer, group)) for group in optimizer.param_groups)
         return [each for each in groups if each.keys]
 
-    def by_key(self) -> Iterator[tuple[str, Sequence[float]]]:
-        for key in self.keys:
-            value = self.group[key]
-            yield key, value if isinstance(value, (tuple, list)) else (value,)
-
-    def are_there(self) -> bool:
-        """Whether the group has such numbers by the same keys."""
-        return _keys(self.optimizer, self.group) == self.keys
-
     def tensors(self) -> list[Tensor]:
         """The parameters and their state."""
         parameters = self.group["params"]
@@ -90,14 +82,14 @@ def are_alike(some: Sequence[GroupNumbers], others: Sequence[GroupNumbers]) -> b
 
 
 def _keys(optimizer: Optimizer, group: dict[str, Any]) -> tuple[str, ...]:
-    if (names := FUSED.get(type(optimizer))) is None or group.get("fused") is not True:
+    if (names := FUSED.get(type(optimizer))) is None or type(group) is not dict or group.get("fused") is not True:
         return ()
     return tuple(key for key in names if _are_numbers(key, group.get(key)))
 
 
 def _are_numbers(key: str, value: Any) -> bool:
     if key == "betas":
-        return type(value) in (tuple, list) and len(value) == 2 and all(map(_is_number, value))
+        return type(value) is tuple and len(value) == 2 and all(map(_is_number, value))
     return _is_number(value) and (key != "momentum" or value != 0)  # without one, there is no buffer
 
 
@@ -105,39 +97,57 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, float) or type(value) is int
 
 
-def scalars_of(numbers: Sequence[GroupNumbers]) -> tuple[int, ...]:
-    """What the kernels get in the next replay."""
-    return bits_of([float.__float__(n) if isinstance(n, float) else float(n) for n in _flat(numbers)])
+def _each(value: Any) -> tuple[Any, ...]:
+    return value if type(value) is tuple else (value,)
 
 
-def _flat(numbers: Sequence[GroupNumbers]) -> list[float]:
-    return [number for each in numbers for _, found in each.by_key() for number in found]
+class KernelNumbers:
+    """Those of several groups, and the scalars that kernels get for them."""
+
+    def __init__(self, groups: Sequence[GroupNumbers] = ()) -> None:
+        self.groups = groups
+        self._at = [(each.group, key) for each in groups for key in each.keys]
+        self._values: list[Any] = []
+        self._scalars: tuple[int, ...] | None = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.groups)
+
+    def scalars(self) -> tuple[int, ...] | None:
+        """Those of now; None if something else than such numbers is there. Steady calls ask for them."""
+        values = [group.get(key) for group, key in self._at]
+        if not (len(values) == len(self._values) and all(map(is_, values, self._values))):
+            self._values, self._scalars = values, None
+            if all(_are_numbers(key, value) for (_, key), value in zip(self._at, values)):
+                numbers = [number for value in values for number in _each(value)]
+                self._scalars = bits_of([float.__float__(n) if isinstance(n, float) else float(n) for n in numbers])
+        return self._scalars
 
 
 class StandIns:
     """Sentinels in the place of the numbers, for the time of a capture."""
 
-    def __init__(self, numbers: Sequence[GroupNumbers]) -> None:
-        self._numbers = numbers
-        self._sentinels = sentinels(len(_flat(numbers)))
-        self._of_group: list[Set[int]] = []
+    def __init__(self, numbers: KernelNumbers) -> None:
+        self._groups = numbers.groups
+        self._sentinels = sentinels(len(numbers.scalars() or ()))
+        self._of_group: list[dict[int, str]] = []  # with the keys
         self._places: list[tuple[dict[str, Any], str, Any, Any]] = []  # what is there, and what stands in for it
         left = iter(self._sentinels)
-        for each in numbers:
-            own = []
-            for key, values in each.by_key():
-                own += (bits := [next(left) for _ in values])
-                stand_in = tuple(map(number_of, bits)) if key == "betas" else number_of(bits[0])
+        for each in self._groups:
+            own: dict[int, str] = {}
+            for key in each.keys:
+                own |= (bits := {next(left): key for _ in _each(each.group[key])})
+                stand_in = tuple(map(number_of, bits)) if key == "betas" else number_of(*bits)
                 self._places.append((each.group, key, each.group[key], stand_in))
-            self._of_group.append(frozenset(own))
+            self._of_group.append(own)
         stand_ins = [each for *_, each in self._places]
         inner = [number for each in stand_ins if isinstance(each, tuple) for number in each]
-        self._identities = {*map(id, (*stand_ins, *inner, *(each.group for each in numbers)))}
+        self._identities = {*map(id, (*stand_ins, *inner, *(each.group for each in self._groups)))}
         self._reader = ""  # the first that may read them and is no kernel, in words
 
     def check_facts(self, collect: Callable[[], Facts]) -> None:
         """Raises `NumbersRead` if facts change with the numbers."""
-        if not self._numbers:
+        if not self._groups:
             return
         before = collect()
         with self._there():
@@ -151,7 +161,7 @@ class StandIns:
             with self._there(), self._watched():
                 return pool.capture(run, [], targets, copied_out, self._sentinels, may_miss=True)[0]
         except Exception:
-            if not (self._numbers and self._reader):
+            if not (self._groups and self._reader):
                 raise
             raise NumbersRead(self._reader) from None  # an error that a sentinel may have caused
 
@@ -172,11 +182,11 @@ class StandIns:
     @contextmanager
     def _watched(self) -> Iterator[None]:
         """Inside, whoever may read them is noted."""
-        if not self._numbers:
+        if not self._groups:
             yield
             return
         self._thread = get_ident()
-        kinds = {type(each.optimizer) for each in self._numbers}
+        kinds = {type(each.optimizer) for each in self._groups}
         if not all(map(can_be_hooked, kinds)):
             raise NumbersRead("a class of optimizers looks attributes up by itself")
         with ExitStack() as hooks, before_dynamo_compiles(partial(self._give_up, hooks)):
@@ -191,7 +201,7 @@ class StandIns:
 
     def _note_lookup(self, value: Any, name: str) -> None:
         """An attribute of an optimizer is looked up or set."""
-        is_own = name in _NAMES and any(value is each.optimizer for each in self._numbers)
+        is_own = name in _NAMES and any(value is each.optimizer for each in self._groups)
         if is_own and get_ident() == self._thread:
             frame = calling_frame()
             if frame is None or frame.f_code not in _KNOWN:
@@ -199,7 +209,7 @@ class StandIns:
 
     def note_call(self, code: CodeType, variables: Mapping[str, Any]) -> None:
         """A function of the user's is called."""
-        for value in variables.values() if self._numbers else ():
+        for value in variables.values() if self._groups else ():
             inner = value.values() if type(value) is dict else value if type(value) is tuple else ()
             if any(id(each) in self._identities for each in (value, *inner)):  # of *args and **kwargs, too
                 self._note(code, "gets a number of an optimizer")
@@ -214,18 +224,17 @@ class StandIns:
                 reader = f"{reader.co_name}() ({os.path.basename(reader.co_filename)}:{reader.co_firstlineno})"
             self._reader = f"{reader or 'a thread'} {reads}"
 
-    def check(self, touched: Iterable[Tensor], missing: Set[int]) -> None:
-        """Raises `NumbersRead` if something else than kernels reads the numbers.
+    def taken(self, touched: Iterable[Tensor], missing: Set[int]) -> tuple[str, ...]:
+        """The keys of the numbers that kernels take. `NumbersRead` if something else may read them.
 
         Args:
             touched: the tensors that the step writes to.
             missing: sentinels that no kernel got.
         """
-        if not self._numbers:
-            return
-        if self._reader:
+        if self._groups and self._reader:
             raise NumbersRead(self._reader)
         written = {*map(id, touched)}
-        for each, own in zip(self._numbers, self._of_group):
-            if own & missing and any(id(tensor) in written for tensor in each.tensors()):
+        for each, own in zip(self._groups, self._of_group):
+            if own.keys() & missing and any(id(tensor) in written for tensor in each.tensors()):
                 raise NumbersRead("no kernel takes a number of an optimizer as it is")
+        return tuple(dict.fromkeys(key for own in self._of_group for each, key in own.items() if each not in missing))

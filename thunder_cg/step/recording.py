@@ -46,7 +46,6 @@ from thunder_cg.step.facts import ATOMS, difference
 from thunder_cg.step.fixes import DENSE, fix_of_change
 from thunder_cg.step.gradients import ANY, LIKE, THERE, ExpectedGradients, GradientsBefore, GraphGradient, Overwritten
 from thunder_cg.step.memory import nbytes
-from thunder_cg.step.numbers import scalars_of
 from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, memory_of_tensors, moved, refuse_other_memory
 from thunder_cg.step.outside import settings_of_numpy, states_outside
 from thunder_cg.step.packages import is_constant
@@ -83,6 +82,7 @@ class StepRecording(RecordingUse):
     dropped: frozenset[int]  # parameters whose gradients it drops unread, by identity
     apart: weakref.WeakSet[GraphGradient]  # whose memory it does not use for anything else
     touched: list[Tensor]  # of the state: tensors whose version each step advances
+    numbers: tuple[str, ...]  # keys in groups of optimizers, see Note [Numbers of fused optimizers] in numbers.py
     memory: frozenset[int]  # where the state's tensors are, and gradients that the step reads or adds to
     gradient_nbytes: int  # of the pool: recordings may share gradients
     settings: list[tuple[Callable[[], Any], Any]]  # of PyTorch and NumPy, and what ABC.register() has changed
@@ -193,7 +193,7 @@ class StepRecording(RecordingUse):
             raise ReplayRefused(error) from error
         self.gradients_before.copy()
         self.replaced.copy_back(carried)
-        inputs, scalars = [*batch, *carried], scalars_of(self.state.kernel_numbers)
+        inputs, scalars = [*batch, *carried], self.state.kernel_numbers.scalars() or ()
         self.graph.replay([each.source(inputs) for each in self.sources], targets, scalars)
         if self.collectives is not None:
             self.collectives.count_replay()
@@ -541,7 +541,7 @@ class StepCapture:
         assert outputs is not None
         outputs.disown()
         touched = self._touched(versions, buffers)
-        numbers.check(touched, graph.missing)
+        taken = numbers.taken(touched, graph.missing)
         self._refuse_what_python_did(outside, places)
         missing = self._what_replays_would_miss()
         addresses = Addresses(body.addresses)
@@ -572,6 +572,7 @@ class StepCapture:
             dropped=frozenset(id(p) for p, each in zip(state.parameters, expected) if each is ANY or each is THERE),
             apart=weakref.WeakSet(),
             touched=touched,
+            numbers=taken,
             memory=_storages([*state.memory, *expected]),
             gradient_nbytes=nbytes(g for g in tensors if g is not None and _is_in(g, pool)),
             only_once=missing,

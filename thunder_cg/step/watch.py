@@ -51,7 +51,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._names: dict[int, Any] = {}  # objects and dictionaries, by identity
-        self._empty: list[dict[str, Any]] = []
+        self._empty: list[Any] = []  # dictionaries and sets
         self._lists: list[tuple[Any, dict[int, Any], int]] = []  # and deques: what each has by position, and its length
         self._values: list[tuple[Callable[[], Any], Any]] = []  # see Note [Values that nobody reports]
         self._looked_up: list[_LookedUp] = []
@@ -75,7 +75,9 @@ class Watch:
 
     def container(self, value: Any, besides: Sequence[int] = ()) -> None:
         """What is in a list, a deque or a set, but for what a list has at some positions."""
-        if isinstance(value, set):
+        if type(value) is set and not value:
+            self._empty.append(value)
+        elif isinstance(value, set):
             self.value(lambda: [*map(fact_of, plain_copy(value))])
         elif isinstance(value, (list, deque)):
             self._lists.append((value, {i: each for i, each in enumerate(value) if i not in besides}, len(value)))

@@ -21,7 +21,7 @@ from thunder_cg.runtime.tensors import copy_all, is_compact
 if TYPE_CHECKING:
     from thunder_cg.runtime.cuda.pool import PrivatePool
 
-Launch = Callable[[Tensors, Tensors], None]
+Launch = Callable[[Tensors, Tensors, Sequence[int]], None]
 
 
 class _Thread(threading.local):
@@ -129,7 +129,7 @@ class CudaGraph:
     def replay(self, sources: Tensors = (), targets: Tensors = (), scalars: Sequence[int] = ()) -> None:
         fast_replay = self._fast_replay
         if fast_replay is not None and _thread.index == self._index == cuda.current_device():
-            fast_replay(sources, targets)
+            fast_replay(sources, targets, scalars)
         elif self._has_driver and (_thread.index != self._index or cuda.current_device() != self._index):
             with torch.cuda.device(self._index):
                 if _thread.index != self._index:
@@ -181,10 +181,12 @@ class CudaGraph:
         if self._has_driver and not draws:
             self._launcher = partial(cuda.driver.cuGraphLaunch, cuda.executable_graph(self.torch_graph))
             copies_are_nodes = (self._inputs is not None or not self._buffers) and not self._copied_after
-            if copies_are_nodes and self._scalars is None:
+            if copies_are_nodes:
                 set_sources = self._inputs.set_addresses if self._inputs is not None else None
                 set_targets = self._outputs.set_addresses if self.copied_out else None
-                self._fast_replay = _make_fast_replay(self._capture_stream, self._launcher, set_sources, set_targets)
+                set_scalars = self._scalars.set if self._scalars is not None else None
+                steps = set_sources, set_targets, set_scalars
+                self._fast_replay = _make_fast_replay(self._capture_stream, self._launcher, *steps)
 
 
 def _make_fast_replay(
@@ -192,8 +194,9 @@ def _make_fast_replay(
     launch: Callable[[int], tuple[Any]],
     set_sources: SetAddresses | None,
     set_targets: SetAddresses | None,
+    set_scalars: Callable[[Sequence[int]], None] | None,
 ) -> Launch:
-    """What `CudaGraph._replay` does, for a graph whose copies are all nodes and that has no scalars and draws nothing.
+    """What `CudaGraph._replay` does, for a graph whose copies are all nodes and that draws nothing.
 
     It is a closure, because steady calls spend their host time here. It holds no reference to its graph, so that
     reference counting frees the graph.
@@ -201,8 +204,10 @@ def _make_fast_replay(
     stream, index = cuda.current_raw_stream, capture_stream.index
     order, lock = capture_stream.order, capture_stream.lock
 
-    def replay(sources: Tensors, targets: Tensors) -> None:
+    def replay(sources: Tensors, targets: Tensors, scalars: Sequence[int]) -> None:
         try:
+            if set_scalars is not None:
+                set_scalars(scalars)
             if set_sources is not None:
                 set_sources(sources)
             if set_targets is not None:

@@ -63,6 +63,8 @@ def test_schedulers(step_twins, name):
         make_optimizer = fused(kind, step_twins.device, **options)
     step = step_twins.train(*scheduled(scheduler, make_optimizer))
     assert step.captures == 1 and step.replays >= CALLS - 3, why(step)
+    is_number = "lr" not in options or not isinstance(options["lr"], torch.Tensor)
+    assert ("; replays set lr, " if is_number else "; replays set ") in str(explain(step))
 
 
 def sets(**changes):
@@ -79,7 +81,7 @@ def sets(**changes):
     ("kind", "changes"),
     [
         (AdamW, {"weight_decay": lambda i: numpy.float64(0.1 * i), "eps": lambda i: 1e-8 * (i + 1)}),
-        (AdamW, {"betas": lambda i: [0.9 - i / 100, 0.99], "lr": lambda i: i % 2}),
+        (AdamW, {"betas": lambda i: (0.9 - i / 100, 0.99), "lr": lambda i: i % 2}),
         (SGD, {"dampening": lambda i: 0.1 * (i + 1), "lr": lambda i: 0.1 / (i + 1)}),
     ],
 )
@@ -186,6 +188,7 @@ def test_accumulation(step_twins):
 
     step = step_twins.both(run)
     assert step.captures == 2 and step.replays >= 12, why(step)
+    assert str(explain(step)).count("; replays set lr, betas, weight_decay, eps") == 1
 
 
 def test_optimizers_in_another_order(step_twins):
