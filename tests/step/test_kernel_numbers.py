@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import operator
 from functools import partial
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import numpy
 import pytest
@@ -190,32 +191,78 @@ def test_accumulation(step_twins):
     assert str(explain(step)).count("; replays set lr, betas, weight_decay, eps") == 1
 
 
+def test_optimizers_in_another_order(step_twins):
+    """The attributes of a module have an order, in which nothing else differs."""
+
+    def make(model):
+        box = torch.nn.Identity()
+        first, *others = model.parameters()
+        box.one = fused(AdamW, step_twins.device, lr=0.1)([first])
+        box.other = fused(SGD, step_twins.device, lr=0.2, momentum=0.9)(others)
+
+        def update(box):
+            for each in (getattr(box, name) for name in ("one", "other")):
+                each.step()
+                each.zero_grad()
+
+        def step(x, y):
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            update(box)
+            return loss
+
+        step.box = box
+        return step
+
+    def between(i, model, fn, batch):
+        if i == 5:
+            first = fn.box.one
+            del fn.box.one
+            fn.box.one = first
+        fn.box.one.param_groups[0]["lr"] = 0.1 / (i + 1)
+
+    assert step_twins.train(make, CALLS, between).replays >= 4
+
+
+@pytest.mark.parametrize(("key", "value"), [("betas", (0.9,)), ("betas", (0.9, 0.9, 0.9)), ("lr", (0.1,))])
+def test_what_no_kernel_takes_raises_as_in_python(step_twins, key, value):
+    model = step_twins.compiled(step_twins.model())
+    fn = usual_step(model, fused(AdamW, step_twins.device))
+    step = step_twins.graphed(fn)
+    for _ in range(4):
+        step(*step_twins.batch())
+    assert step.replays >= 1, why(step)
+    fn.optimizer.param_groups[0][key] = value
+    with pytest.raises((TypeError, ValueError)):
+        step(*step_twins.batch())
+
+
 # ------------------------------------------------------------------------------------ what reads the numbers itself
 
 
 def names_groups(optimizer, box):
-    return lambda loss: loss * optimizer.param_groups[0]["lr"]
+    return lambda loss: loss * 2.0 ** optimizer.param_groups[0]["lr"]
 
 
 def has_a_group(optimizer, box):
     group = optimizer.param_groups[0]
-    return lambda loss: loss * group["lr"]
+    return lambda loss: loss * 2.0 ** group["lr"]
 
 
 def has_the_groups(optimizer, box):
     groups = optimizer.param_groups
-    return lambda loss: loss * [*groups[0].values()][1]
+    return lambda loss: loss * 2.0 ** [*groups[0].values()][1]
 
 
 def gets_a_group(optimizer, box):
     def scale(loss, group=optimizer.param_groups[0]):
-        return loss * group["lr"]
+        return loss * 2.0 ** group["lr"]
 
     return scale
 
 
 def has_it_bound(optimizer, box):
-    return partial(lambda group, loss: loss * group["lr"], optimizer.param_groups[0])
+    return partial(lambda group, loss: loss * 2.0 ** group["lr"], optimizer.param_groups[0])
 
 
 def finds_it_in_an_object(optimizer, box):
@@ -226,19 +273,21 @@ def finds_it_in_an_object(optimizer, box):
 def scaled(box, loss):
     for name in ("inner", "numbers"):
         box = getattr(getattr(box, "found", box), name)
-    return loss * box["lr"]
+    return loss * 2.0 ** box["lr"]
 
 
 def asks_for_its_state(optimizer, box):
-    return lambda loss: loss * optimizer.state_dict()["param_groups"][0]["lr"]
+    return lambda loss: loss * 2.0 ** optimizer.state_dict()["param_groups"][0]["lr"]
 
 
 def asks_by_name(optimizer, box):
-    return lambda loss: loss * getattr(optimizer, "param_" + "groups" if box is None else "param_groups")[0]["lr"]
+    return lambda loss: (
+        loss * 2.0 ** getattr(optimizer, "param_" + "groups" if box is None else "param_groups")[0]["lr"]
+    )
 
 
 def asks_vars(optimizer, box):
-    return lambda loss: loss * vars(optimizer)["param_groups"][0]["lr"]
+    return lambda loss: loss * 2.0 ** vars(optimizer)["param_groups"][0]["lr"]
 
 
 def in_a_helper(optimizer, box):
@@ -247,6 +296,59 @@ def in_a_helper(optimizer, box):
         return names_groups(optimizer, box)(loss)
 
     return {"helper": helper}["helper"]
+
+
+NAME = "param_groups"
+
+
+def asks_by_a_name_that_a_variable_has(optimizer, box):
+    return lambda loss: loss * 2.0 ** getattr(optimizer, NAME)[0]["lr"]
+
+
+def has_a_getter(optimizer, box):
+    get = operator.attrgetter(NAME)
+    return lambda loss: loss * 2.0 ** get(optimizer)[0]["lr"]
+
+
+def has_the_name_bound(optimizer, box):
+    get = partial(getattr, optimizer, NAME)
+    return lambda loss: loss * 2.0 ** get()[0]["lr"]
+
+
+def looks_at_all_it_has(optimizer, box):
+    return lambda loss: loss * 2.0 ** next(v for v in vars(optimizer).values() if isinstance(v, list))[0]["lr"]
+
+
+def passes_the_class_by(optimizer, box):
+    return lambda loss: loss * 2.0 ** object.__getattribute__(optimizer, NAME)[0]["lr"]
+
+
+def has_a_view_of_it(optimizer, box):
+    numbers = optimizer.param_groups[0].values()
+    return lambda loss: loss * 2.0 ** [*numbers][1]
+
+
+def has_a_proxy_of_it(optimizer, box):
+    group = MappingProxyType(optimizer.param_groups[0])
+    return lambda loss: loss * 2.0 ** group["lr"]
+
+
+def refuses_other_numbers(optimizer, box):
+    allowed = [0.1 / (1 + i) for i in range(4)]
+    return lambda loss: loss * allowed.index(optimizer.state_dict()["param_groups"][0]["lr"])
+
+
+def is_in_the_optimizer(optimizer, box):
+    """A function that somebody has put into PyTorch's."""
+    init = optimizer._init_group
+
+    def init_group(group, *args):
+        for each in group["params"]:
+            each.data.mul_(1 - group["lr"])
+        return init(group, *args)
+
+    optimizer._init_group = init_group
+    return lambda loss: loss
 
 
 READERS = [
@@ -260,6 +362,15 @@ READERS = [
     asks_by_name,
     asks_vars,
     in_a_helper,
+    asks_by_a_name_that_a_variable_has,
+    has_a_getter,
+    has_the_name_bound,
+    looks_at_all_it_has,
+    passes_the_class_by,
+    has_a_view_of_it,
+    has_a_proxy_of_it,
+    refuses_other_numbers,
+    is_in_the_optimizer,
 ]
 
 

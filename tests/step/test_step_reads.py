@@ -1111,6 +1111,14 @@ def what_a_bounded_cache_has(typed=False):
     return lambda y: y * options("one", other=2.0).scale, partial(setattr, options("one", other=2.0), "scale", 2.0)
 
 
+def a_dictionary_that_is_cached():
+    @lru_cache
+    def options():
+        return {"scale": 1.0}
+
+    return lambda y: y * options()["scale"], partial(options().__setitem__, "scale", 2.0)
+
+
 def a_function_that_is_registered():
     @singledispatch
     def function(y):
@@ -1354,6 +1362,7 @@ FAR = (
     a_variable_of_the_environment,
     a_cache_that_is_cleared,
     what_a_bounded_cache_has,
+    a_dictionary_that_is_cached,
     a_function_that_is_registered,
     an_attribute_of_an_enum,
     a_context_of_decimals,

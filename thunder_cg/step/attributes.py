@@ -39,7 +39,7 @@ from thunder_cg.step.reads import GROWING
 
 _CHANGEABLE, _IMMUTABLE = 1 << 9, 1 << 8  # flags of a type in CPython: made by a class statement, and frozen
 _POINTER = struct.calcsize("P")  # bytes
-_EVERYTHING = {"__dict__", "__reduce__", "__reduce_ex__", "__getstate__"}
+EVERYTHING = {"__dict__", "__reduce__", "__reduce_ex__", "__getstate__"}
 # Functions that get the dictionary of an object for the one attribute that they were asked for.
 _FOR_ONE = {
     cached_property.__get__.__code__,
@@ -94,7 +94,7 @@ class Attributes:
             self._add_all(kind)
         before = len(self._names)
         for kind in kinds:
-            if not self._is_whole and kind not in self._whole and _can_be_hooked(kind):
+            if not self._is_whole and kind not in self._whole and can_be_hooked(kind):
                 self._names.setdefault(kind, {})
         return len(self._names) > before
 
@@ -117,8 +117,8 @@ class Attributes:
         kind = type(value)
         if (names := self._names.get(kind)) is None or name in names:
             return
-        caller = _caller()
-        if name in _EVERYTHING:
+        caller = calling_frame()
+        if name in EVERYTHING:
             if caller is None or caller.f_code not in _FOR_ONE:
                 self._add_all(kind)
         elif caller is not None and _only_adds(caller) and type(own_attributes(value).get(name)) in (*GROWING, int):
@@ -161,7 +161,7 @@ class Attributes:
         before = [(value, own_attributes(value)) for value in values if type(value) in self._names]
         with ExitStack() as hooks, before_dynamo_compiles(partial(self._give_up, hooks)):
             for kind in [*self._names]:
-                hooks.enter_context(_hooked(kind, self._note))
+                hooks.enter_context(hooked(kind, self._note))
             yield
         for value, then in before:
             now = own_attributes(value)
@@ -211,7 +211,7 @@ def _resolved(kind: type, name: str) -> Any:
     return next(_defined(kind, name))
 
 
-def _can_be_hooked(kind: type) -> bool:
+def can_be_hooked(kind: type) -> bool:
     can_be_changed = kind.__flags__ & _CHANGEABLE and not kind.__flags__ & _IMMUTABLE
     meta: Any = type(kind)
     sets = [dictionary_of(each).get("__setattr__") for each in meta.__mro__ if each not in (type, object)]
@@ -219,7 +219,7 @@ def _can_be_hooked(kind: type) -> bool:
     return bool(can_be_changed) and _resolved(kind, "__getattribute__") is object.__getattribute__
 
 
-def _caller() -> types.FrameType | None:
+def calling_frame() -> types.FrameType | None:
     """The function that has caused a lookup: this one, `Attributes._note` and the hook are called for it."""
     frame = inspect.currentframe()
     for _ in range(3):
@@ -269,7 +269,7 @@ class _Hook:
 
 
 @contextmanager
-def _hooked(kind: type, note: Callable[[Any, str], None]) -> Iterator[None]:
+def hooked(kind: type, note: Callable[[Any, str], None]) -> Iterator[None]:
     with _Hook.lock:
         hook = _Hook.by_class.get(kind) or _Hook.by_class.setdefault(kind, _Hook(kind))
         hook.notes = (*hook.notes, note)

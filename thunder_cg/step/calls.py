@@ -68,7 +68,7 @@ from thunder_cg.step.bytecode import sets_variables
 from thunder_cg.step.facts import ATOMS
 from thunder_cg.step.heap import known_functions
 from thunder_cg.step.lookups import MISSING, content_of_cell
-from thunder_cg.step.numbers import name_groups
+from thunder_cg.step.numbers import KernelNumbers, StandIns
 from thunder_cg.step.packages import is_constant, is_installed
 from thunder_cg.step.reads import Called
 from thunder_cg.step.snapshot import Undo
@@ -88,7 +88,8 @@ _TELL_APART_IN_PYTHON = {vars(torch.Tensor)[name].__code__: name for name in ("_
 _READS_OF_SEEDS = {"get_offset", "get_state", "initial_seed"}
 _GETTERS = ("_get_", "_is_")  # those without a line in front are in `thread_states`, or deprecated
 _random: Any = random.random  # of the generator of the process
-_UNSEEN = {"__getattribute__", "__setattr__", "__delattr__", "getattr_static"}
+_LOOKS_UP_UNSEEN = {"__getattribute__", "getattr_static"}
+_UNSEEN = {*_LOOKS_UP_UNSEEN, "__setattr__", "__delattr__"}
 _ASKS: Any = torch.cuda.is_current_stream_capturing
 _WITHOUT_EFFECT = {"logging", "importlib._bootstrap", "warnings"}  # modules
 # What they return is another value in each call.
@@ -193,7 +194,7 @@ class Calls:
         undos: how what these functions read gets back what it held. See Note [Effects once].
         gradients: what leaves had before the first backward that reaches them, but for parameters of the step.
         reads_gradients: whether a function that is not PyTorch's names ``grad``, and may ask whether there is one.
-        reads_groups: the first function that may read an optimizer's numbers, in words; "" if none does.
+        numbers: those of optimizers that the groups hold in the capture.
     """
 
     def __init__(self, device_type: str = "cuda") -> None:
@@ -211,19 +212,25 @@ class Calls:
         self._ran: dict[Any, _Ran] = {}
         self.raised: str | None = None
         self.reads_gradients = False
-        self.reads_groups = ""
         self.undos: list[Undo] = []
         self._thread: int | None = None  # the one that is watched; backwards run on it, too
         self._callback: Callable[[types.FrameType, str, Any], None] | None = None  # which refers to this object
         self.begin(lambda _: [])
 
-    def begin(self, undos_of: Callable[[Called], list[Undo]], parameters: Iterable[torch.Tensor] = ()) -> None:
+    def begin(
+        self,
+        undos_of: Callable[[Called], list[Undo]],
+        parameters: Iterable[torch.Tensor] = (),
+        numbers: KernelNumbers | None = None,
+    ) -> None:
         """Before a capture, which may be the second one of a call.
 
         Args:
             undos_of: how what a function reads gets back what it holds.
             parameters: of the step.
+            numbers: of optimizers, that it does not compare.
         """
+        self.numbers = StandIns(numbers or KernelNumbers())
         self._undos_of, self._parameters = undos_of, {*map(id, parameters)}
         self.gradients: MutableMapping[torch.Tensor, torch.Tensor | None] = WeakTensorKeyDictionary()
         self.groups: dict[ProcessGroup, list[StepCollective]] = {}
@@ -494,8 +501,6 @@ class Calls:
 
     def _note_function(self, frame: types.FrameType, code: types.CodeType) -> None:
         self.looks_up_unseen |= code is not frame.f_code
-        if not self.reads_groups and (name_groups(code) or name_groups(frame.f_code)):
-            self.reads_groups = f"{code.co_name}() ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
         if not _is_users(code, frame.f_globals, is_constant):
             self._foreign[id(frame.f_code)] = frame.f_code
             if code.co_name != "__init__" and not may_be_uncapturable(frame.f_code):
@@ -509,7 +514,10 @@ class Calls:
         for name in sorted(_UNCOMPARED_NAMES.intersection((*code.co_names, *code.co_consts))):
             self._object(frame, f"what {name} gives {_UNSEEN_THERE}", _CALL_BEFORE.replace("call", "read"), weak=True)
         is_own = code.co_name in ("__init__", *_UNSEEN)  # what it does with an object was seen already
+        self.numbers.note_call(code, frame.f_locals)
         self.looks_up_unseen |= not is_own and not _UNSEEN.isdisjoint(code.co_names)
+        if not is_own and not _LOOKS_UP_UNSEEN.isdisjoint(code.co_names):
+            self.numbers.note_unseen(code)
         self._inner.update(each for each in code.co_consts if isinstance(each, types.CodeType))
         if code in self._inner:
             return

@@ -80,6 +80,7 @@ _OPAQUE = types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types
 
 _DEFINE: Sequence[type | types.ModuleType] = torch, Tensor, nn.Module, Optimizer, nn.functional
 _Cached = type(lru_cache(len))
+_Link = next(each for each in object.__subclasses__() if each.__name__ == "_lru_list_elem")  # of a bounded cache
 _FUNCTIONS = types.FunctionType, singledispatchmethod, _Cached, partial
 _random: Any = random.random  # of the generator of the process
 _OF_TENSORS = {"grad", "_grad", "_version"}
@@ -213,13 +214,16 @@ class Collector:
 
     def _add_cached(self, label: str, value: Any, depth: int) -> None:
         """What a function of `lru_cache` has cached: Python does not run for it, so nobody sees what it has read."""
+        is_bounded = value.cache_parameters()["maxsize"] is not None
         for cached in gc.get_referents(value):
             if type(cached) is not dict or cached is vars(value):
                 continue
+            if is_bounded and not all(isinstance(each, _Link) for each in cached.values()):
+                continue  # it is a result
             self.watch.names(cached)
             self.facts[f"what {label} has cached"] = Content([(fact_of(k), fact_of(v)) for k, v in cached.items()])
             results = [*cached.values()]
-            if results and value.cache_parameters()["maxsize"] is not None:
+            if results and is_bounded:
                 if value.cache_parameters()["typed"]:
                     self._object(f"what {label} has cached is not compared before a replay", "drop typed=True")
                     continue

@@ -338,11 +338,11 @@ class GraphedStep:
 
     def _run_after(self, failure: CaptureRefused | RanksDiffer, state: StepState, call: _Call, calls: Calls) -> Any:
         """A call whose capture failed."""
-        self._note_failure(failure, call.layout, state.facts)
-        if isinstance(failure, NumbersRead):
+        if isinstance(failure, NumbersRead):  # once only
             self._takes_numbers = False
             self._ready.clear()
             return self._observe(call)
+        self._note_failure(failure, call.layout, state.facts)
         if isinstance(failure, CallsMore):
             del self._ready[call.layout]
             self._called |= calls.found

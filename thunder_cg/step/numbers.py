@@ -6,21 +6,26 @@ Note [Numbers of fused optimizers]
     runtime/backend.py. That is right if nothing else in the step reads them. In a capture, the groups hold sentinels,
     and it fails if
 
-    -   a function runs that names ``param_groups``, other than those of PyTorch that are known;
+    -   other facts of the state differ with the sentinels, as they do if a variable leads to a group;
+    -   anything looks ``param_groups`` up, or all attributes of the optimizer, but functions of PyTorch that are known:
+        see Note [How lookups are seen] in attributes.py;
+    -   a function of the user's gets a group, or a number of it, as those may that somebody has put into PyTorch;
+    -   one runs that may look attributes up unseen, or Dynamo compiles, which does;
     -   the step has put other numbers there;
     -   the step writes to a parameter of a group, or to its state, and no kernel got one of the group's sentinels.
 
-    Then the step compares the numbers from there on, as all else. It does so from the start if anything but the
-    optimizer leads to a group, such as a variable.
+    Then the step compares the numbers from there on, as all else.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from operator import is_
+from threading import get_ident
 from types import CodeType
 from typing import Any
 
@@ -28,9 +33,12 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from thunder_cg.compat.torch import code_of_fused_steps
+from thunder_cg.compat.torch_compile import before_dynamo_compiles
 from thunder_cg.errors import CaptureLater
 from thunder_cg.runtime.backend import CopiedOut, Function, Graph, Pool, bits_of, number_of, sentinels
-from thunder_cg.step.facts import Atom
+from thunder_cg.step.attributes import EVERYTHING, calling_frame, can_be_hooked, hooked
+from thunder_cg.step.facts import Atom, Facts, difference
+from thunder_cg.step.packages import is_constant
 
 TAKEN = Atom(float, "a number for kernels")  # the fact of any such number
 _OF_ADAM = ("lr", "betas", "weight_decay", "eps")
@@ -39,8 +47,8 @@ FUSED: Mapping[type, tuple[str, ...]] = {  # what their kernels take
     AdamW: _OF_ADAM,
     SGD: ("lr", "momentum", "weight_decay", "dampening"),
 }
-_NAME = "param_groups"
-_KNOWN = frozenset(code_of_fused_steps())
+_NAMES = {"param_groups", *EVERYTHING}
+_KNOWN = frozenset(code for code in code_of_fused_steps() if is_constant(code.co_filename))  # others are the user's
 
 
 class NumbersRead(CaptureLater):
@@ -68,15 +76,25 @@ class GroupNumbers:
         return [*parameters, *(value for value in states if isinstance(value, Tensor))]
 
 
+def are_alike(some: Sequence[GroupNumbers], others: Sequence[GroupNumbers]) -> bool:
+    """Whether they are of the same optimizers, in the same order."""
+    return [(each.optimizer, each.keys) for each in some] == [(each.optimizer, each.keys) for each in others]
+
+
 def _keys(optimizer: Optimizer, group: dict[str, Any]) -> tuple[str, ...]:
-    if type(group) is not dict or group.get("fused") is not True:
+    if (names := FUSED.get(type(optimizer))) is None or type(group) is not dict or group.get("fused") is not True:
         return ()
-    return tuple(key for key in FUSED.get(type(optimizer), ()) if _are_numbers(key, group.get(key)))
+    return tuple(key for key in names if _are_numbers(key, group.get(key)))
 
 
 def _are_numbers(key: str, value: Any) -> bool:
-    are = all(isinstance(each, float) or type(each) is int for each in _each(value))
-    return are and (key != "momentum" or value != 0)  # without one, there is no buffer
+    if key == "betas":
+        return type(value) is tuple and len(value) == 2 and all(map(_is_number, value))
+    return _is_number(value) and (key != "momentum" or value != 0)  # without one, there is no buffer
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or type(value) is int
 
 
 def _each(value: Any) -> tuple[Any, ...]:
@@ -106,26 +124,6 @@ class KernelNumbers:
         return self._scalars
 
 
-def are_found_elsewhere(numbers: Sequence[GroupNumbers], of_roots: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether anything but its optimizer leads to a group.
-
-    Args:
-        of_roots: the containers that modules and optimizers lead to, each as often as they do.
-        others: those that anything else leads to.
-    """
-    found = Counter([*map(id, of_roots), *map(id, others)]) if numbers else Counter[int]()
-    return any(found[id(each.group)] > 1 for each in numbers)
-
-
-def name_groups(code: CodeType) -> bool:
-    """Whether a function may read them, and is none of those that only pass them to kernels."""
-    return code not in _KNOWN and (_NAME in code.co_names or _is_in(code.co_consts))
-
-
-def _is_in(constant: Any) -> bool:
-    return constant == _NAME or (isinstance(constant, (tuple, frozenset)) and any(map(_is_in, constant)))
-
-
 class StandIns:
     """Sentinels in the place of the numbers, for the time of a capture."""
 
@@ -133,45 +131,108 @@ class StandIns:
         self._groups = numbers.groups
         self._sentinels = sentinels(len(numbers.scalars() or ()))
         self._of_group: list[dict[int, str]] = []  # with the keys
+        self._places: list[tuple[dict[str, Any], str, Any, Any]] = []  # what is there, and what stands in for it
+        left = iter(self._sentinels)
+        for each in self._groups:
+            own: dict[int, str] = {}
+            for key in each.keys:
+                own |= (bits := {next(left): key for _ in _each(each.group[key])})
+                stand_in = tuple(map(number_of, bits)) if key == "betas" else number_of(*bits)
+                self._places.append((each.group, key, each.group[key], stand_in))
+            self._of_group.append(own)
+        stand_ins = [each for *_, each in self._places]
+        inner = [number for each in stand_ins if isinstance(each, tuple) for number in each]
+        self._identities = {*map(id, (*stand_ins, *inner, *(each.group for each in self._groups)))}
+        self._reader = ""  # the first that may read them and is no kernel, in words
+
+    def check_facts(self, collect: Callable[[], Facts]) -> None:
+        """Raises `NumbersRead` if facts change with the numbers."""
+        if not self._groups:
+            return
+        before = collect()
+        with self._there():
+            change = difference(before, collect())
+        if change is not None:
+            raise NumbersRead(f"{change.label} changes with a number of an optimizer")
 
     def captured(self, pool: Pool, run: Function, targets: Sequence[Tensor], copied_out: CopiedOut) -> Graph:
         """What the pool captures while the groups hold them."""
-        with self._there():
-            return pool.capture(run, [], targets, copied_out, self._sentinels, may_miss=True)[0]
+        try:
+            with self._there(), self._watched():
+                return pool.capture(run, [], targets, copied_out, self._sentinels, may_miss=True)[0]
+        except Exception:
+            if not (self._groups and self._reader):
+                raise
+            raise NumbersRead(self._reader) from None  # an error that a sentinel may have caused
 
     @contextmanager
     def _there(self) -> Iterator[None]:
         """Inside, the groups hold the sentinels. `NumbersRead` if they do not at the end."""
-        found, left = [], iter(self._sentinels)
-        for each in self._groups:
-            own: dict[int, str] = {}
-            for key in each.keys:
-                then = each.group[key]
-                own |= (bits := {next(left): key for _ in _each(then)})
-                values = tuple(map(number_of, bits))
-                found.append((each.group, key, then, values if type(then) is tuple else values[0]))
-            self._of_group.append(own)
-        for group, key, _, stand_in in found:
-            group[key] = stand_in
         try:
+            for group, key, _, stand_in in self._places:
+                group[key] = stand_in
             yield
-            for group, key, _, stand_in in found:
+            for group, key, _, stand_in in self._places:
                 if group.get(key) is not stand_in:
                     raise NumbersRead(f"the step sets the {key} of an optimizer")
         finally:
-            for group, key, then, _ in found:
+            for group, key, then, _ in self._places:
                 group[key] = then
 
-    def taken(self, reader: str, touched: Sequence[Tensor], missing: Set[int]) -> tuple[str, ...]:
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Inside, whoever may read them is noted."""
+        if not self._groups:
+            yield
+            return
+        self._thread = get_ident()
+        kinds = {type(each.optimizer) for each in self._groups}
+        if not all(map(can_be_hooked, kinds)):
+            raise NumbersRead("a class of optimizers looks attributes up by itself")
+        with ExitStack() as hooks, before_dynamo_compiles(partial(self._give_up, hooks)):
+            for kind in kinds:
+                hooks.enter_context(hooked(kind, self._note_lookup))
+            yield
+
+    def _give_up(self, hooks: ExitStack) -> None:
+        """Before Dynamo compiles, which would not what such classes do."""
+        self._note("Dynamo", "compiles in the step")
+        hooks.close()
+
+    def _note_lookup(self, value: Any, name: str) -> None:
+        """An attribute of an optimizer is looked up or set."""
+        is_own = name in _NAMES and any(value is each.optimizer for each in self._groups)
+        if is_own and get_ident() == self._thread:
+            frame = calling_frame()
+            if frame is None or frame.f_code not in _KNOWN:
+                self._note(None if frame is None else frame.f_code, f"looks up {name} of an optimizer")
+
+    def note_call(self, code: CodeType, variables: Mapping[str, Any]) -> None:
+        """A function of the user's is called."""
+        for value in variables.values() if self._groups else ():
+            inner = value.values() if type(value) is dict else value if type(value) is tuple else ()
+            if any(id(each) in self._identities for each in (value, *inner)):  # of *args and **kwargs, too
+                self._note(code, "gets a number of an optimizer")
+
+    def note_unseen(self, code: CodeType) -> None:
+        """A function may look any attributes up."""
+        self._note(code, "may look attributes up unseen")
+
+    def _note(self, reader: CodeType | str | None, reads: str) -> None:
+        if not self._reader:
+            if isinstance(reader, CodeType):
+                reader = f"{reader.co_name}() ({os.path.basename(reader.co_filename)}:{reader.co_firstlineno})"
+            self._reader = f"{reader or 'a thread'} {reads}"
+
+    def taken(self, touched: Iterable[Tensor], missing: Set[int]) -> tuple[str, ...]:
         """The keys of the numbers that kernels take. `NumbersRead` if something else may read them.
 
         Args:
-            reader: a function that names the groups, in words; "" if none does.
             touched: the tensors that the step writes to.
             missing: sentinels that no kernel got.
         """
-        if reader and self._groups:
-            raise NumbersRead(f"{reader} names {_NAME}")
+        if self._groups and self._reader:
+            raise NumbersRead(self._reader)
         written = {*map(id, touched)}
         for each, own in zip(self._groups, self._of_group):
             if own.keys() & missing and any(id(tensor) in written for tensor in each.tensors()):

@@ -46,7 +46,6 @@ from thunder_cg.step.facts import ATOMS, difference
 from thunder_cg.step.fixes import DENSE, fix_of_change
 from thunder_cg.step.gradients import ANY, LIKE, THERE, ExpectedGradients, GradientsBefore, GraphGradient, Overwritten
 from thunder_cg.step.memory import nbytes
-from thunder_cg.step.numbers import StandIns
 from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, memory_of_tensors, moved, refuse_other_memory
 from thunder_cg.step.outside import settings_of_numpy, states_outside
 from thunder_cg.step.packages import is_constant
@@ -490,7 +489,7 @@ class StepCapture:
 
     def _attempt(self) -> StepRecording:
         state = self.state
-        self.calls.begin(state.undos_of, state.parameters)
+        self.calls.begin(state.undos_of, state.parameters, state.kernel_numbers)
         state.guard_tensors(self.batch.tensors)
         _refuse_gradients(state)
         # A step that sets a generator sets it in the capture, too. Draws in a capture move no generator of CUDA.
@@ -534,14 +533,15 @@ class StepCapture:
         body = _Body(self.fn, batch, buffers, state, self.calls, storages)
         outside = states_outside(state.device)
         targets = [each.target for each in copied]
-        numbers = StandIns(state.kernel_numbers)
+        numbers = self.calls.numbers
+        numbers.check_facts(lambda: state.again().facts)
         graph = numbers.captured(pool, partial(body.run, self.backend), targets, partial(body.copied_out, pool))
         _refuse_gradients(state)
         outputs = body.outputs
         assert outputs is not None
         outputs.disown()
         touched = self._touched(versions, buffers)
-        taken = numbers.taken(self.calls.reads_groups, touched, graph.missing)
+        taken = numbers.taken(touched, graph.missing)
         self._refuse_what_python_did(outside, places)
         missing = self._what_replays_would_miss()
         addresses = Addresses(body.addresses)
@@ -650,15 +650,16 @@ class StepCapture:
             self.calls.undos.clear()  # what the functions that are known may change is in the state's snapshot
             self._refuse_change(state.facts, state.again().facts)
         except CaptureRefused as refused:
-            if self.calls.groups or self._may_read_groups():
+            if self.calls.groups:
                 raise
+            self._refuse_read_numbers()
             return without_frames(refused)
         return None
 
-    def _may_read_groups(self) -> bool:
-        """Whether what has run may read numbers for which there were sentinels, by way of what nobody knew of."""
+    def _refuse_read_numbers(self) -> None:
+        """`NumbersRead` if what has run may have found sentinels by way of what nobody knew of."""
         called = [*self.calls.found.values()]
-        return bool(self.state.kernel_numbers) and not self.state.with_called(called).kernel_numbers
+        self.calls.numbers.check_facts(lambda: self.state.with_called(called).facts)
 
     def _refuse_change(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
         if (change := difference(before, after)) is not None:

@@ -34,7 +34,7 @@ from thunder_cg.step.collector import CONTAINERS, Collector, is_simple
 from thunder_cg.step.facts import Content, Facts, Same, is_equal, subject
 from thunder_cg.step.gradients import place_of
 from thunder_cg.step.lookups import MISSING, content_of_cell, links_of, own, own_attributes
-from thunder_cg.step.numbers import KernelNumbers, are_found_elsewhere
+from thunder_cg.step.numbers import KernelNumbers, are_alike
 from thunder_cg.step.other_memory import can_move
 from thunder_cg.step.outside import shared_generator
 from thunder_cg.step.places import Carried, Place, place_of_read
@@ -95,9 +95,6 @@ class StepState:
         self._roots = [*roots_found.values()]
         self._of_simple = simple.begin()
         heavy = self._collect_roots()
-        if are_found_elsewhere(heavy.kernel_numbers, heavy.holders, [*simple.holders, *others.holders]):
-            self._takes_numbers = False
-            heavy = self._collect_roots()
         self.kernel_numbers = KernelNumbers(heavy.kernel_numbers)
         self._behind_names, self._of_roots = others.begin(), heavy.begin()
         self._hooks_registered = registered_hooks()
@@ -313,7 +310,7 @@ class StepState:
             self._behind_names = others.begin()
         if is_new_hook or not self._of_roots.is_untouched():
             heavy = self._collect_roots()
-            if heavy.facts != self._of_roots.facts:
+            if heavy.facts != self._of_roots.facts or not are_alike(heavy.kernel_numbers, self.kernel_numbers.groups):
                 return False
             self._of_roots, self.kernel_numbers = heavy.begin(), KernelNumbers(heavy.kernel_numbers)
         self._hooks_registered = registered_hooks()

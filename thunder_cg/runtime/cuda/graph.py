@@ -111,11 +111,12 @@ class CudaGraph:
         """Makes the graph ready to be launched. Raises `CaptureRefused` if no replay can be right."""
         if self._has_driver:
             refuse_host_memory(cuda.captured_graph(self.torch_graph))
-        if sentinels:
+        self.missing = frozenset(sentinels)
+        if sentinels and self._has_driver:
             scalars = KernelScalars(cuda.captured_graph(self.torch_graph), sentinels)
             self._scalars, self.missing = scalars if len(scalars) else None, scalars.missing
-            if not may_miss:
-                refuse_missing(sentinels, self.missing)
+        if not may_miss:
+            refuse_missing(sentinels, self.missing)
         if self._has_driver:
             free = cuda.free_nbytes(self._index)
             self.torch_graph.instantiate()
