@@ -90,16 +90,16 @@ def test_a_fast_replay(fake):
         each.record(fixed)
         each.bind("executable")
     stream = SimpleNamespace(index=0, lock=nullcontext(), order=SimpleNamespace(last_raw=7))
-    replay = graph._make_fast_replay(
-        stream, partial(cuda.driver.cuGraphLaunch, "executable"), *(each.set_addresses for each in copies)
-    )
-    replay(others, others)
+    launch, scalars = partial(cuda.driver.cuGraphLaunch, "executable"), []
+    replay = graph._make_fast_replay(stream, launch, *(each.set_addresses for each in copies), scalars.append)
+    replay(others, others, (3,))
+    assert scalars == [(3,)]
     assert fake.launches == [("executable", 7)] and len(fake.updates) == 2
     assert [spans(each)[0][1 - into] for into, each in zip((1, 0), copies)] == [others[0].data_ptr()] * 2
     with pytest.raises(ReplayRefused):
-        replay([], others)  # whatever fails before the launch
+        replay([], others, ())  # whatever fails before the launch
     assert len(fake.launches) == 1
-    only_launch = graph._make_fast_replay(stream, partial(cuda.driver.cuGraphLaunch, "executable"), None, None)
+    only_launch = graph._make_fast_replay(stream, launch, None, None, None)
     fake.answer = FAILED
     with pytest.raises(ReplayRefused, match=r"launch a graph.*OUT_OF_MEMORY"):
-        only_launch([], [])
+        only_launch([], [], ())

@@ -307,7 +307,7 @@ def _views_lost(graph: Graph) -> Iterator[Node]:
 
 def _may_copy(node: Node) -> bool:
     """Whether Thunder may make a copy where PyTorch makes a view, as it writes ``diagonal`` with a gradient."""
-    return fallback_of(node) is not None or operator_name(node) == "diagonal"
+    return fallback_of(node) is not None or (operator_name(node) == "diagonal" and requires_grad(example(node)))
 
 
 def _is_unsummed(node: Node, *, is_tracked: bool) -> bool:
