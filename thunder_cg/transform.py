@@ -295,6 +295,7 @@ class CudagraphTransform(compat.Transform):
             autocast=autocast_dtype(self._backend.device_type),
             checked=known,
             parameters={name: str(checks.lookups[name].key) for name in self._compiling.static},
+            attributes=frozenset(checks.attributes_of_modules(data.fn)),
         )
 
     def _joined(self) -> Compilation:

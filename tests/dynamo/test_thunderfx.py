@@ -225,6 +225,28 @@ def test_fallbacks_stay_in_one_region_each_way(pair, device):
     assert len(plain._backend.subgraph_infos[0].thunder_compiled_fns) > 1, "the test would not see what is different"
 
 
+def test_what_modules_have_is_not_copied(pair, device):
+    """A buffer, an attribute, and an item of a dictionary, in inference."""
+
+    class Tables(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", torch.rand(64, 4))
+            self.mask, self.others = torch.rand(64, 4, device=device), {"angles": torch.rand(64, 4, device=device)}
+
+        def forward(self, x):
+            return x * self.table[:1] + self.mask[:1] + self.others["angles"][:1]
+
+    plain, _, twin, graphed = pair(Tables())
+    with torch.no_grad():
+        for i in range(6):
+            x = torch.randn(2, 4, device=device)
+            same(plain(x), graphed(x))
+            plain.mask[0] = twin.mask[0] = i  # in place: the graph reads it there
+    (region,) = regions(graphed)
+    assert region["bytes_in"] == 2 * 4 * 4 and region["replays"] >= 4
+
+
 def test_a_plain_thunderfx_is_not_affected(pair, device):
     before = set(utils.auto_register_ops), utils.is_node_supported_by_thunder
     model, plain, _, graphed = pair(Fallbacks())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import fast_path_calls, regions, same
+from support import fast_path_calls, regions, replays, same
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from thunder_cg import explain
@@ -68,6 +68,81 @@ def test_what_a_graph_writes_is_not_copied(twins, device):
     assert captures[0][1] == 4 * 4 + 8, "the row and its place"
     assert captures[-1][1] == 64 * 4 * 4 + 4 * 4 + 8, "a cache that moves again and again is copied"
     assert fast_path_calls(graphed) == 0 and region["failure"] is None
+
+
+class Masked(torch.nn.Module):
+    """A decoder's step, with a mask for all positions as a plain attribute, and a table in a dictionary."""
+
+    def __init__(self, device):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = torch.nn.Linear(4, 4).to(device)
+        self.mask = torch.ones(64, 4, device=device)
+        self.tables = {"angles": torch.rand(64, 4, device=device)}
+
+    def forward(self, x, at):
+        return self.linear(x) * self.mask.index_select(0, at) + self.tables["angles"].index_select(0, at)
+
+
+def masked(twins, device):
+    """Both, and what calls each with the same position, compares, and returns captures and bytes copied in."""
+    plain, graphed = twins(Masked(device))
+
+    def step(at, inputs=4 * 4 + 8):
+        x, place = torch.randn(1, 4, device=device), torch.tensor([at], device=device)
+        with torch.no_grad():
+            same(plain(x, place), graphed(x, place))
+        (region,) = regions(graphed)
+        assert region["failure"] is None
+        return region["captures"], region["bytes_in"] - inputs
+
+    return plain, graphed, step
+
+
+def test_a_mask_that_a_module_has_is_not_copied(twins, device):
+    plain, graphed, step = masked(twins, device)
+    found = [step(at) for at in range(5)]
+    for each in (plain, graphed):
+        each.mask[5:] = 0.5  # in place: the graph reads it there
+    found += [step(at) for at in range(5, 8)]
+    assert found[1:] == [(1, 0)] * 7 and fast_path_calls(graphed) >= 4
+    kept = []
+    for times in (2, 3):  # other masks: each is captured
+        kept.append(graphed.mask)
+        for each in (plain, graphed):
+            each.mask = torch.full((64, 4), float(times), device=device)
+        found += [step(at) for at in range(4)]
+    assert found[-1] == (3, 0)
+    for _ in range(2):  # both are known
+        for mask in [*kept[1:], graphed.mask]:
+            plain.mask = graphed.mask = mask
+            found += [step(9)]
+    assert found[-1] == (3, 0)
+    assert "copies of inputs 24 B" in str(explain(graphed))
+
+
+def test_an_attribute_that_changes_with_each_call_is_copied(twins, device):
+    plain, graphed, step = masked(twins, device)
+    kept, found = [], []
+    for at in range(8):
+        kept.append(graphed.tables["angles"])
+        for each in (plain, graphed):
+            each.tables["angles"] = torch.full((64, 4), float(at), device=device)
+        found.append(step(at))
+    assert found[1:] == [(1, 64 * 4 * 4)] * 7, "what has moved between warm-up and capture is copied at once"
+
+
+def test_an_attribute_in_training_is_copied(twins, device):
+    """Its values at the forward count in the backward."""
+    plain, graphed = twins(Masked(device))
+    for at in range(5):
+        x, place = torch.randn(1, 4, device=device), torch.tensor([at], device=device)
+        for each in (plain, graphed):
+            each.zero_grad()
+            each(x, place).sum().backward()
+            each.mask = each.mask * 0.5
+        same(plain.linear.weight.grad, graphed.linear.weight.grad)
+    assert replays(graphed) >= 4
 
 
 def test_what_a_functional_collective_returns_in_python(twins, device):

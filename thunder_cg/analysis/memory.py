@@ -32,11 +32,18 @@ class MemoryEstimate:
     first_apart: int  # of a backward: that its own arena should have
 
     @classmethod
-    def of(cls, trace: PlannedTrace, ios: Sequence[RegionIO], forward: MemoryEstimate | None) -> MemoryEstimate:
+    def of(
+        cls,
+        trace: PlannedTrace,
+        ios: Sequence[RegionIO],
+        forward: MemoryEstimate | None,
+        attributes: Set[str] = frozenset(),
+    ) -> MemoryEstimate:
         """The estimate for a trace and its regions' ``ios``.
 
         Args:
             forward: of a backward, the estimate of its forward.
+            attributes: arguments that are expected to stay where they are, besides parameters and buffers.
         """
         is_backward, forward = forward is not None, forward or _NOTHING
         ops, aliasing, sets = trace.ops, trace.aliasing, trace.aliasing.sets
@@ -46,7 +53,8 @@ class MemoryEstimate:
         # Memory is named by alias sets here. What the forward saved has its name there, and may stay where it is.
         before = {sets[name]: name for name in forward.saved if name in sets}
         before_nbytes = {each: forward.saved[name] for each, name in before.items()}
-        in_place = aliasing.sets_of({name for name in ops.args if ops.values[name].static} | forward.saved_in_place)
+        static = {name for name in ops.args if ops.values[name].static or name in attributes}
+        in_place = aliasing.sets_of(static | forward.saved_in_place)
         stays = in_place | aliasing.sets_of(each.name for io in ios for each in io.outputs if not each.copied_out)
         copied_in = max((_copied_in(ops, io, aliasing, stays) for io in ios), default=0)
         made = {each: nbytes for allocated in memory.allocates for each, nbytes in allocated.items()}

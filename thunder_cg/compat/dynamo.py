@@ -119,6 +119,15 @@ def users_names(graph: torch.fx.Graph, parameters: Sequence[str] = ()) -> dict[s
     return said
 
 
+def inputs_of_modules(graph: torch.fx.Graph) -> Iterator[str]:
+    """The inputs of a graph of Dynamo's that attributes of modules lead to, parameters and buffers among them."""
+    for node in graph.find_nodes(op="placeholder"):
+        kind = getattr(getattr(node, "_dynamo_source", None), "guard_source", None)
+        kind = kind() if callable(kind) else kind  # torch before 2.10 has a method
+        if kind is not None and (kind.is_unspecialized_nn_module() or kind.is_specialized_nn_module()):
+            yield node.name
+
+
 _LEFT = re.compile(r"___as_tensor\(___stack\d+\)\.item\(\)|L\['___stack\d+'\]|___stack\d+")
 
 

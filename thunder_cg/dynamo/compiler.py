@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from inspect import signature
 from operator import getitem
@@ -24,6 +24,7 @@ from thunder_cg.compat.dynamo import (
     ThunderCompiler,
     get_torch_compile_kwargs,
     inputs_of,
+    inputs_of_modules,
     users_names,
 )
 from thunder_cg.compat.dynamo_scope import TensorifyScalarRestartAnalysis
@@ -46,7 +47,7 @@ from thunder_cg.options import taken_from
 from thunder_cg.progress import Stage
 from thunder_cg.report.breaks import graph_breaks, is_same
 from thunder_cg.report.programs import graph_name, jitted_parts, outside_of, part_name, refuse_compiled
-from thunder_cg.runtime.compilation import NAMES, name_of, with_advice
+from thunder_cg.runtime.compilation import NAMES, OF_MODULES, name_of, with_advice
 from thunder_cg.transform import cudagraph_transform
 
 _logger = logging.getLogger(__name__)
@@ -89,6 +90,7 @@ class Compiler(ThunderCompiler):
         """
         only_views = makes_only_views(module.graph)
         names, of_graph = users_names(module.graph, self.parameters), inputs_of(module.graph, self.inputs.values())
+        of_modules = frozenset(inputs_of_modules(module.graph))
         compute_without_inference_mode(module.graph)
         as_it_was = copied(module)
         try:
@@ -113,7 +115,7 @@ class Compiler(ThunderCompiler):
             module, put_back, counted = as_it_was, _as_it_is, []
         number = len(self.subgraph_infos) - 1
         self.inputs[number] = of_graph
-        self._name_parts(names)
+        self._name_parts(names, of_modules)
         if "ops" in self._strict:
             for outside in (each for each in outside_of("the graph", self.subgraph_infos[-1]) if each.cost):
                 where = f"{outside.operator} at {outside.line or 'a line unknown to Dynamo'}"
@@ -168,11 +170,12 @@ class Compiler(ThunderCompiler):
         """Whether a trace is for all sizes; else it is for one set of sizes."""
         return "symbolic" in str(self.thunder_options.get("cache")).lower()
 
-    def _name_parts(self, names: Mapping[str, str]) -> None:
+    def _name_parts(self, names: Mapping[str, str], of_modules: Set[str]) -> None:
         """Notes on what Thunder will compile of the last graph what the report calls it, for the log and profiles.
 
         Args:
             names: what the user calls inputs of the graph.
+            of_modules: those of them that modules have.
         """
         graph = graph_name(self.function, len(self.subgraph_infos) - 1)
         nodes = self.subgraph_infos[-1].original_graph_module.graph.find_nodes(op="placeholder")
@@ -183,7 +186,7 @@ class Compiler(ThunderCompiler):
             if isinstance(module, GraphModule):
                 taken = {node.name for node in module.graph.find_nodes(op="placeholder")}
                 said = {**dict.fromkeys(taken - of_graph, _OF_ANOTHER), **names}
-                module.meta |= {NAME: part_name(graph, number, len(parts)), NAMES: said}
+                module.meta |= {NAME: part_name(graph, number, len(parts)), NAMES: said, OF_MODULES: of_modules}
 
 
 def _as_it_is(compiled: Any) -> Any:

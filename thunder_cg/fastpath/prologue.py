@@ -21,7 +21,7 @@ from thunder_cg.compat.containers import CHECKS_OF_CONTAINERS, check_constant, e
 from thunder_cg.compat.guards import TensorGuards, tensor_guards
 from thunder_cg.compat.thunder import BoundSymbol, PrimIDs, Proxy, TraceCtx, TraceProvenance, from_trace
 from thunder_cg.executor import executor
-from thunder_cg.runtime.compilation import NAMES
+from thunder_cg.runtime.compilation import NAMES, OF_MODULES
 from thunder_cg.runtime.functions import unused
 
 _TENSOR_CHECKS = (PrimIDs.CHECK_TENSOR_SHAPE_AND_METADATA, "check_tensor_metadata")  # before and after execution
@@ -98,6 +98,21 @@ class PrologueChecks:
                 self.cache_info[str(path[2]) if is_item else ""] = symbol.args[1]
             elif not names or self.tensor_checks.get(names[0]) is not symbol:
                 self.others.append(symbol)
+
+    def attributes_of_modules(self, function: Any) -> Iterator[str]:
+        """Values that attributes of modules lead to; of a graph of Dynamo's, parameters and buffers, too.
+
+        Args:
+            function: the module or the function that was compiled.
+        """
+        if isinstance(function, torch.fx.GraphModule):
+            yield from function.meta.get(OF_MODULES, ())
+        modules = PrimIDs.UNPACK_THUNDER_MODULE, PrimIDs.UNPACK_SUBMODULE
+        leads = {name for name, lookup in self.lookups.items() if lookup.prim in modules}
+        for name, lookup in self.lookups.items():  # what is looked up in another one comes after it
+            if lookup.prim in (PrimIDs.UNPACK_ATTR, PrimIDs.UNPACK_GETITEM) and lookup.owner in leads:
+                leads.add(name)
+                yield name
 
     def arity_name(self, symbol: BoundSymbol) -> str | None:
         """``args`` or ``kwargs`` if ``symbol`` checks how many of these a call has; else None."""

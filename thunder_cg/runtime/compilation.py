@@ -22,6 +22,7 @@ from thunder_cg.runtime.changes import CallChange, Changes, differing
 from thunder_cg.runtime.failures import note
 
 NAMES = "thunder_cg.names"  # beside `NAME`: what the user calls the inputs of a graph, by the names of their nodes
+OF_MODULES = "thunder_cg.of_modules"  # beside `NAME`: the names of inputs of a graph that modules have
 
 
 def name_of(fn: Any) -> str:
@@ -97,6 +98,7 @@ class Compilation:
         checked: what the prologue checks, by the kind of a change and the user's names: shapes, Python numbers, and
             those that a module has, constants, lengths and keys of lists and dicts.
         parameters: the module's names of parameters and buffers, by their names in the trace.
+        attributes: names in the trace of what attributes of modules lead to, such as a mask or a table of angles.
         changes: of the function, shared by all its versions.
         change: because of which it was compiled, if another version differs only in that.
         unreplayed: how many earlier versions differ only in such things, and have not replayed.
@@ -110,6 +112,7 @@ class Compilation:
     seconds: float = 0.0
     checked: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     parameters: Mapping[str, str] = field(default_factory=dict)
+    attributes: frozenset[str] = frozenset()
     changes: Changes = field(default_factory=Changes)
     change: CallChange | None = None
     unreplayed: int = 0

@@ -119,12 +119,15 @@ class Program:
         self._begins_calls = forward is None  # other programs continue the calls of their forward
         self.pair: Pair = Pair(self.label, self.options, shared.arenas) if forward is None else forward.pair
         in_pool = {name for each in (forward.regions if forward is not None else ()) for name in each.names_in_pool}
-        self.inputs = ProgramInputs(self.ops, self.aliasing, self.regions, in_pool)
+        attributes = compilation.attributes if self._begins_calls else frozenset[str]()
+        self.inputs = ProgramInputs(self.ops, self.aliasing, self.regions, in_pool, attributes)
         self._warm: dict[Any, bool] = {}  # keys that were warmed up, in order, and whether each was captured since
         self._eager_layout: Any = None  # of the first call, if that ran eagerly
         ios = [region.io for region in self.regions]
         before: MemoryEstimate | None = forward.memory if forward is not None else None
-        self.memory: MemoryEstimate = MemoryEstimate.of(trace, ios, before)
+        self.memory: MemoryEstimate = MemoryEstimate.of(
+            trace, ios, before, frozenset() if compilation.grad else attributes
+        )
         needed = self.memory.arena
         if forward is not None:
             gradients = 0  # that are copied out of a scratch arena only
@@ -379,6 +382,8 @@ class Program:
             self._note_change(call, inputs)
             if self._saved:
                 self.pair.note_parameters(inputs)
+        if self._is_inference:  # a backward may read what an attribute was in the forward
+            self.inputs.note(inputs)
         if call.key not in self._warm:
             self._reserve(call)
             return call.switch_to(Mode.WARMUP)
@@ -481,11 +486,14 @@ class Program:
         verifies = self._is_quarantined or self.counts.calls >= self.verify_after
         return not (meets or verifies or backward_keeps_graph() or skip_reasons.is_watched())
 
+    @property
+    def _is_inference(self) -> bool:
+        return self.kind == "forward" and self.pair.call_memory is None
+
     @cached_property
     def gives_large(self) -> bool:
         """Whether results are large enough to be lent, and may be. See Note [Lent results]."""
-        is_inference = self.kind == "forward" and self.pair.call_memory is None
-        may_lend = is_inference and self.is_one_region and self.collectives is None
+        may_lend = self._is_inference and self.is_one_region and self.collectives is None
         outputs = [each for region in self.regions for each in region.io.outputs if each.copied_out]
         return may_lend and any(is_large(self.ops.values[each.name].nbytes) for each in outputs)
 

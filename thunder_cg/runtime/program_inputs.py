@@ -18,7 +18,15 @@ from thunder_cg.errors import SkipReason
 from thunder_cg.runtime.guards import OverlapGuard
 from thunder_cg.runtime.region import RuntimeRegion
 from thunder_cg.runtime.skip_reasons import WRITTEN_LEAF, WRITTEN_OUTSIDE
-from thunder_cg.runtime.tensors import Layout, is_leaf_with_grad, is_plain, layout, refuses_writes, same_tensors
+from thunder_cg.runtime.tensors import (
+    Layout,
+    address_if_any,
+    is_leaf_with_grad,
+    is_plain,
+    layout,
+    refuses_writes,
+    same_tensors,
+)
 
 _MAX_MOVES = 3  # how often a parameter may move before it is copied like any other input
 _MAX_CAPTURES_FOR_MOVES = 6  # past it, a parameter is copied once it has moved: not all move in the same step
@@ -29,10 +37,16 @@ class ProgramInputs:
 
     Args:
         in_pool: names of what the forward of a backward leaves in the pool.
+        attributes: names of what attributes of modules lead to. Most stay where they are, as masks do.
     """
 
     def __init__(
-        self, ops: Ops, aliasing: Aliasing, regions: Sequence[RuntimeRegion], in_pool: Collection[str]
+        self,
+        ops: Ops,
+        aliasing: Aliasing,
+        regions: Sequence[RuntimeRegion],
+        in_pool: Collection[str],
+        attributes: Collection[str],
     ) -> None:
         self._describe = ops.described
         arguments = set(ops.args)
@@ -44,6 +58,9 @@ class ProgramInputs:
         certain = (op.index for region in regions for op in region.ops if op.rule is not None or op.subs)
         caches = {memory for index in certain for memory in aliasing.writes[index]}
         self._static = [ops.values[name].static or aliasing.sets.get(name) in caches for name in self.names]
+        self._attributes = [position[name] for name in attributes if name in position]
+        self._last: list[int] = []  # addresses of these in the last call that was warmed up or captured
+        self._stay = set[int]()  # of these, those that once stayed from one such call to the next: see `Moves`
         # What the forward left in the pool follows from the forward's own layout.
         self._keyed = [i for i, name in enumerate(self.names) if name not in in_pool]
         with_grad = {memory for op in ops.ops if _writes_with_grad(op) for memory in aliasing.writes[op.index]}
@@ -60,7 +77,13 @@ class ProgramInputs:
     def may_be_static(self, name: str) -> bool:
         """Whether it is an input that is expected to stay at its address."""
         position = self._position.get(name)
-        return position is not None and self._static[position]
+        return position is not None and (self._static[position] or position in self._stay)
+
+    def note(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Notes where attributes are, before a call is warmed up or captured."""
+        now = [address_if_any(tensors[i]) for i in self._attributes]
+        self._stay.update(i for i, at, before in zip(self._attributes, now, self._last) if at == before != 0)
+        self._last = now
 
     def key(self, tensors: Sequence[torch.Tensor]) -> Any:
         """What two calls have in common if one may be the warm-up of the other: settings, layouts, equal tensors."""
