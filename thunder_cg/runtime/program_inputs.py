@@ -60,7 +60,7 @@ class ProgramInputs:
         self._static = [ops.values[name].static or aliasing.sets.get(name) in caches for name in self.names]
         self._attributes = [position[name] for name in attributes if name in position]
         self._last: list[int] = []  # addresses of these in the last call that was warmed up or captured
-        self._stay = set[int]()  # of these, those that once stayed from one such call to the next: see `Moves`
+        self._stay: dict[int, bool] = {}  # of these, whether they stayed from the first such call to the second
         # What the forward left in the pool follows from the forward's own layout.
         self._keyed = [i for i, name in enumerate(self.names) if name not in in_pool]
         with_grad = {memory for op in ops.ops if _writes_with_grad(op) for memory in aliasing.writes[op.index]}
@@ -77,12 +77,13 @@ class ProgramInputs:
     def may_be_static(self, name: str) -> bool:
         """Whether it is an input that is expected to stay at its address."""
         position = self._position.get(name)
-        return position is not None and (self._static[position] or position in self._stay)
+        return position is not None and (self._static[position] or self._stay.get(position, False))
 
     def note(self, tensors: Sequence[torch.Tensor]) -> None:
         """Notes where attributes are, before a call is warmed up or captured."""
         now = [address_if_any(tensors[i]) for i in self._attributes]
-        self._stay.update(i for i, at, before in zip(self._attributes, now, self._last) if at == before != 0)
+        for i, at, before in zip(self._attributes, now, self._last):
+            self._stay.setdefault(i, at == before != 0)
         self._last = now
 
     def key(self, tensors: Sequence[torch.Tensor]) -> Any:
