@@ -110,9 +110,6 @@ class KernelNumbers:
         self._values: list[Any] = []
         self._scalars: tuple[int, ...] | None = ()
 
-    def __bool__(self) -> bool:
-        return bool(self.groups)
-
     def scalars(self) -> tuple[int, ...] | None:
         """Those of now; None if something else than such numbers is there. Steady calls ask for them."""
         values = [group.get(key) for group, key in self._at]
