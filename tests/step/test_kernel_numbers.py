@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import operator
+import threading
+from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType, SimpleNamespace
 
@@ -16,6 +18,7 @@ from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, OneCycleLR, ReduceLROnPlateau
 
 from thunder_cg import explain
+from thunder_cg.step.numbers import GroupNumbers, KernelNumbers, NumbersRead, StandIns
 
 CALLS = 10
 
@@ -398,6 +401,38 @@ def test_what_reads_a_number_gets_it(step_twins, reader, changes):
     assert step.captures >= (2 if changes else 1) and step.replays >= 3, why(step)
 
 
+def test_a_step_that_logs_a_number_logs_the_true_one(step_twins, capsys):
+    """Also while it is captured."""
+    optimizer = fused(AdamW, step_twins.device, lr=0.1)((model := step_twins.model()).parameters())
+
+    def step(x, y):
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+        print(optimizer.state_dict()["param_groups"][0]["lr"])
+
+    graphed = step_twins.graphed(step)
+    for _ in range(6):
+        graphed(*step_twins.batch())
+    assert {*capsys.readouterr().out.split()} == {"0.1"} and graphed.replays >= 1, why(graphed)
+
+
+def test_another_thread_reads_true_numbers():
+    """It may save a checkpoint."""
+    optimizer = SGD([torch.zeros(1)], lr=0.1, fused=True)
+    found = []
+
+    def collect():
+        thread = threading.Thread(target=lambda: found.append(optimizer.state_dict()["param_groups"][0]["lr"]))
+        thread.start()
+        thread.join()
+        return {}
+
+    with pytest.raises(NumbersRead, match="looks up param_groups"):
+        StandIns(KernelNumbers(GroupNumbers.all_of(optimizer))).check_facts(collect)
+    assert found == [0.1, 0.1] and "__getattribute__" not in vars(SGD)
+
+
 def test_a_step_that_sets_its_rate(step_twins):
     def make(model):
         def decay():
@@ -410,6 +445,19 @@ def test_a_step_that_sets_its_rate(step_twins):
     with pytest.warns(UserWarning, match=r"'lr'\] changed from .* in each step"):
         step = step_twins.train(make, 12)
     assert step.replays == 0 and any("'lr'] changed" in reason for reason in step.in_python), why(step)
+
+
+def test_a_momentum_below_zero_raises_as_in_python(step_twins):
+    """The kernel of CUDA would take it, and the operator does not."""
+    fn = usual_step(step_twins.model(), fused(SGD, step_twins.device, momentum=0.9))
+    step = step_twins.graphed(fn)
+    for _ in range(4):
+        step(*step_twins.batch())
+    replays, fn.optimizer.param_groups[0]["momentum"] = step.replays, -0.5
+    assert replays >= 1, why(step)
+    with pytest.raises(RuntimeError) if step_twins.device == "cuda" else nullcontext():
+        step(*step_twins.batch())
+    assert step.replays == replays, why(step)
 
 
 @pytest.mark.parametrize(("key", "other"), [("momentum", 0), ("lr", None)])

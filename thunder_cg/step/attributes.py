@@ -220,7 +220,7 @@ def can_be_hooked(kind: type) -> bool:
 
 
 def calling_frame() -> types.FrameType | None:
-    """The function that has caused a lookup: this one, `Attributes._note` and the hook are called for it."""
+    """The function that has caused a lookup: this one, what notes it, and the hook are called for it."""
     frame = inspect.currentframe()
     for _ in range(3):
         frame = frame and frame.f_back

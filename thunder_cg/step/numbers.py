@@ -14,7 +14,8 @@ Note [Numbers of fused optimizers]
     -   the step has put other numbers there;
     -   the step writes to a parameter of a group, or to its state, and no kernel got one of the group's sentinels.
 
-    Then the step compares the numbers from there on, as all else.
+    Whoever looks them up finds the true ones, so nobody logs or saves a sentinel. Then the step compares the numbers
+    from there on, as all else.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
-from threading import get_ident
 from types import CodeType
 from typing import Any
 
@@ -36,7 +36,7 @@ from thunder_cg.compat.torch import code_of_fused_steps
 from thunder_cg.compat.torch_compile import before_dynamo_compiles
 from thunder_cg.errors import CaptureLater
 from thunder_cg.runtime.backend import CopiedOut, Function, Graph, Pool, bits_of, number_of, sentinels
-from thunder_cg.step.attributes import EVERYTHING, calling_frame, can_be_hooked, hooked
+from thunder_cg.step.attributes import EVERYTHING, calling_frame, can_be_hooked, hooked, unwatched
 from thunder_cg.step.facts import Atom, Facts, difference
 from thunder_cg.step.packages import is_constant
 
@@ -90,7 +90,7 @@ def _keys(optimizer: Optimizer, group: dict[str, Any]) -> tuple[str, ...]:
 def _are_numbers(key: str, value: Any) -> bool:
     if key == "betas":
         return type(value) is tuple and len(value) == 2 and all(map(_is_number, value))
-    return _is_number(value) and (key != "momentum" or value != 0)  # without one, there is no buffer
+    return _is_number(value) and (key != "momentum" or value > 0)  # no buffer is for 0, and an error below
 
 
 def _is_number(value: Any) -> bool:
@@ -109,9 +109,6 @@ class KernelNumbers:
         self._at = [(each.group, key) for each in groups for key in each.keys]
         self._values: list[Any] = []
         self._scalars: tuple[int, ...] | None = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.groups)
 
     def scalars(self) -> tuple[int, ...] | None:
         """Those of now; None if something else than such numbers is there. Steady calls ask for them."""
@@ -146,19 +143,21 @@ class StandIns:
         self._reader = ""  # the first that may read them and is no kernel, in words
 
     def check_facts(self, collect: Callable[[], Facts]) -> None:
-        """Raises `NumbersRead` if facts change with the numbers."""
+        """Raises `NumbersRead` if facts change with the numbers, or another thread has read these meanwhile."""
         if not self._groups:
             return
         before = collect()
-        with self._there():
+        with self._watched(), self._there(), unwatched():
             change = difference(before, collect())
         if change is not None:
             raise NumbersRead(f"{change.label} changes with a number of an optimizer")
+        if self._reader:
+            raise NumbersRead(self._reader)
 
     def captured(self, pool: Pool, run: Function, targets: Sequence[Tensor], copied_out: CopiedOut) -> Graph:
         """What the pool captures while the groups hold them."""
         try:
-            with self._there(), self._watched():
+            with self._watched(), self._there():
                 return pool.capture(run, [], targets, copied_out, self._sentinels, may_miss=True)[0]
         except Exception:
             if not (self._groups and self._reader):
@@ -167,12 +166,12 @@ class StandIns:
 
     @contextmanager
     def _there(self) -> Iterator[None]:
-        """Inside, the groups hold the sentinels. `NumbersRead` if they do not at the end."""
+        """Inside, the groups hold the sentinels, until somebody reads. `NumbersRead` if the step sets other numbers."""
         try:
             for group, key, _, stand_in in self._places:
                 group[key] = stand_in
             yield
-            for group, key, _, stand_in in self._places:
+            for group, key, _, stand_in in self._places if not self._reader else ():
                 if group.get(key) is not stand_in:
                     raise NumbersRead(f"the step sets the {key} of an optimizer")
         finally:
@@ -185,7 +184,6 @@ class StandIns:
         if not self._groups:
             yield
             return
-        self._thread = get_ident()
         kinds = {type(each.optimizer) for each in self._groups}
         if not all(map(can_be_hooked, kinds)):
             raise NumbersRead("a class of optimizers looks attributes up by itself")
@@ -195,14 +193,13 @@ class StandIns:
             yield
 
     def _give_up(self, hooks: ExitStack) -> None:
-        """Before Dynamo compiles, which would not what such classes do."""
+        """Before Dynamo compiles, which does not compile what such classes do."""
         self._note("Dynamo", "compiles in the step")
         hooks.close()
 
     def _note_lookup(self, value: Any, name: str) -> None:
         """An attribute of an optimizer is looked up or set."""
-        is_own = name in _NAMES and any(value is each.optimizer for each in self._groups)
-        if is_own and get_ident() == self._thread:
+        if name in _NAMES and any(value is each.optimizer for each in self._groups):
             frame = calling_frame()
             if frame is None or frame.f_code not in _KNOWN:
                 self._note(None if frame is None else frame.f_code, f"looks up {name} of an optimizer")
@@ -219,10 +216,14 @@ class StandIns:
         self._note(code, "may look attributes up unseen")
 
     def _note(self, reader: CodeType | str | None, reads: str) -> None:
+        """Notes who is about to read them. It may log or save them, so the groups hold the numbers again."""
         if not self._reader:
             if isinstance(reader, CodeType):
                 reader = f"{reader.co_name}() ({os.path.basename(reader.co_filename)}:{reader.co_firstlineno})"
             self._reader = f"{reader or 'a thread'} {reads}"
+        for group, key, then, stand_in in self._places:
+            if group.get(key) is stand_in:
+                group[key] = then
 
     def taken(self, touched: Iterable[Tensor], missing: Set[int]) -> tuple[str, ...]:
         """The keys of the numbers that kernels take. `NumbersRead` if something else may read them.
