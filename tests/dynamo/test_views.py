@@ -21,6 +21,10 @@ VIEWS = [
     "y.float().float()",
     "y.repeat(1, 1)",  # new memory, though its values are those of y
     "y.repeat((1, 1))",
+    "y.repeat(2, 1, 1)",
+    "y.t().repeat(1, 1)",
+    "y[:1].repeat_interleave(4, 0)",
+    "y.flip(())",
 ]
 
 

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import CodeType
 from typing import Any
 from unittest.mock import patch
 
@@ -38,6 +39,7 @@ _recompilation_reasons = guards.get_and_maybe_log_recompilation_reasons
 # Files of the nodes in autograd's graph. A ``torch.autograd.grad`` at a graph break runs them under Dynamo's eyes.
 _FASTPATH = Path(__file__).parents[1] / "fastpath"
 _OF_NODES = {inspect.getfile(inspect.unwrap(connect_to_autograd)), *map(str, _FASTPATH.glob("*.py"))}
+_LEAVE = ConvertFrameReturn(_FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT), apply_to_code=False)
 _SKIP = ConvertFrameReturn(_FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP), apply_to_code=False)
 
 
@@ -63,12 +65,16 @@ def scope_dynamo(function: Any, is_moved: Callable[[Hook], bool]) -> None:
     if callback is None or convert is None:
         return
     history, backend = _SizeHistory(), callback
+    left: set[CodeType] = set()
     while hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend
 
     def convert_scoped(frame: Any, *args: Any, skip: int = 0, **kwargs: Any) -> Any:
         if frame.f_code.co_filename in _OF_NODES:
             return _SKIP
+        if frame.f_code in left:
+            return _LEAVE
+        moved: list[str] = []
         with (
             history.in_use(),
             patch.object(misc.LoggingLoggerVariable, "call_method", _log_after_graph),
@@ -76,10 +82,14 @@ def scope_dynamo(function: Any, is_moved: Callable[[Hook], bool]) -> None:
             _reading_constants(),
             _counting_versions_of(backend),
             _own_reasons_first(),
-            leaving_moved_hooks(is_moved),
+            leaving_moved_hooks(is_moved, moved),
             config.patch(allow_unspec_int_on_nn_module=True),
         ):
-            return convert(frame, *args, skip=skip + 1, **kwargs)
+            result = convert(frame, *args, skip=skip + 1, **kwargs)
+        if not moved or result.guarded_code is not None:
+            return result
+        left.add(frame.f_code)
+        return _LEAVE  # Dynamo would skip the code, which others may share, for all compiled functions
 
     # Dynamo looks for the caller of a frame behind the frames of its own file.
     convert_scoped.__code__ = convert_scoped.__code__.replace(co_filename=convert_frame.__file__)
