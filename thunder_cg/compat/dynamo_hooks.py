@@ -26,11 +26,13 @@ from torch._dynamo.variables import TensorVariable
 from torch._guards import TracingContext
 from torch.fx import Node
 
+from thunder_cg.compat.dynamo_records import DynamoBreak
+
 _register_hook = TensorVariable._method_register_hook
 _retain_grad = TensorVariable.method_attr_retain_grad
 _compile_subgraph = OutputGraph.compile_subgraph
 _HOOKS = "thunder_cg_hooks"  # of a graph of Dynamo's, with the lines that register them
-_MESSAGE = """A hook on a gradient, which Dynamo would put at another place, where it sees another gradient
+MOVED = """A hook on a gradient, which Dynamo would put at another place, where it sees another gradient
   Explanation: Dynamo puts it where the tensor is made, where the graph ends, or before an earlier hook.
   Hint: register one hook where the tensor is made, before anything is computed from it or written to it, or on a copy \
 that is used from then on: y = y.clone()"""
@@ -50,12 +52,12 @@ class Hook(NamedTuple):
     ends_graph: bool = False
 
 
-def leaving_moved_hooks(is_moved: Callable[[Hook], bool], left: list[str]) -> AbstractContextManager[Any]:
+def leaving_moved_hooks(is_moved: Callable[[Hook], bool], left: list[DynamoBreak]) -> AbstractContextManager[Any]:
     """Has Dynamo compile nothing of a function with hooks that it moves: see Note [Hooks that Dynamo moves].
 
     Args:
         is_moved: says so of a hook, by the graph up to where it ends.
-        left: gets why, if it does.
+        left: gets why and where, if it does.
     """
 
     def register_hook(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -97,8 +99,8 @@ def leaving_moved_hooks(is_moved: Callable[[Hook], bool], left: list[str]) -> Ab
         return _compile_subgraph(self, *args, **kwargs)
 
     def leave(lines: Any) -> NoReturn:
-        left.append(_MESSAGE)
-        error = _Left(_MESSAGE)
+        left.append(DynamoBreak(MOVED, [*lines]))
+        error = _Left(MOVED)
         error.real_stack = lines
         raise error from None
 

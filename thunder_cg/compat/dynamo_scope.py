@@ -27,6 +27,7 @@ from torch._dynamo.variables import ConstantVariable, TensorVariable, builder, m
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from thunder_cg.compat.dynamo_hooks import Hook, leaving_moved_hooks
+from thunder_cg.compat.dynamo_records import DynamoBreak
 from thunder_cg.compat.thunder import connect_to_autograd
 
 _LOG_METHODS = re.compile(r"(debug|info|warning|warn|error|critical|fatal|log)(_once|_advice)?")  # they return None
@@ -50,7 +51,7 @@ def dynamo_callback(fn: Any) -> Any | None:
     return inspect.getclosurevars(fn).nonlocals.get("callback") if inspect.isfunction(fn) else None
 
 
-def scope_dynamo(function: Any, is_moved: Callable[[Hook], bool]) -> None:
+def scope_dynamo(function: Any, is_moved: Callable[[Hook], bool], left: dict[CodeType, DynamoBreak]) -> None:
     """Has Dynamo trace a compiled function in these ways.
 
     Sizes, floats and integers, those of modules too, are dynamic by this function's calls alone, floats are constant at
@@ -59,13 +60,13 @@ def scope_dynamo(function: Any, is_moved: Callable[[Hook], bool]) -> None:
 
     Args:
         is_moved: says so of a hook.
+        left: gets the functions of which nothing is compiled, and why.
     """
     callback = dynamo_callback(function)
     convert = getattr(callback, "_torchdynamo_orig_backend", None)
     if callback is None or convert is None:
         return
     history, backend = _SizeHistory(), callback
-    left: set[CodeType] = set()
     while hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend
 
@@ -74,7 +75,7 @@ def scope_dynamo(function: Any, is_moved: Callable[[Hook], bool]) -> None:
             return _SKIP
         if frame.f_code in left:
             return _LEAVE
-        moved: list[str] = []
+        moved: list[DynamoBreak] = []
         with (
             history.in_use(),
             patch.object(misc.LoggingLoggerVariable, "call_method", _log_after_graph),
@@ -88,7 +89,7 @@ def scope_dynamo(function: Any, is_moved: Callable[[Hook], bool]) -> None:
             result = convert(frame, *args, skip=skip + 1, **kwargs)
         if not moved or result.guarded_code is not None:
             return result
-        left.add(frame.f_code)
+        left[frame.f_code] = moved[-1]
         return _LEAVE  # Dynamo would skip the code, which others may share, for all compiled functions
 
     # Dynamo looks for the caller of a frame behind the frames of its own file.
