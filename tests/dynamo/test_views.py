@@ -64,6 +64,16 @@ def test_what_is_left_to_inductor_is_named(backend, device):
     assert "returned beside it, and Thunder may return a copy" in outside.reason
 
 
+@pytest.mark.parametrize("view", ["y.detach()", "y.ravel()", "y.float()", "y.double()"])
+def test_a_view_that_a_trace_makes_is_in_the_graph(backend, device, view):
+    graphed = thunderfx(returning(f"(y := x.double()), {view}" if "double" in view else f"y, {view}"), backend=backend)
+    for _ in range(3):
+        whole, part = graphed(torch.ones(3, 3, device=device, requires_grad=True))
+        whole.detach()[:] = 7.0
+        assert (part == 7.0).all()
+    assert not explain(graphed).outside
+
+
 def test_a_view_that_is_returned_alone_is_in_the_graph(backend, device):
     graphed = thunderfx(returning("y.diagonal() * y[0], y.diagonal()"), backend=backend)
     for _ in range(4):
