@@ -333,7 +333,8 @@ def gave_up(compiled: Any, backend: Any, ends: Collection[tuple[str, int | None]
     original = getattr(function, "_torchdynamo_orig_callable", None) if module is None else module.forward
     code = getattr(original, "__code__", None)
     own = (code.co_filename, code.co_firstlineno) if code is not None else None
-    hooks = {str(found.stack[-1]): (each, found) for each, found in reversed(backend.left.items())}  # once for a line
+    by_code = getattr(backend, "left", {})  # a plain thunderfx has none
+    hooks = {str(found.stack[-1]): (each, found) for each, found in reversed(by_code.items())}  # once for a line
     for left, found in hooks.values():
         yield found._replace(function="" if left is code else _place_of(left, backend))
     last = {(each.co_filename, each.co_firstlineno, each.co_name): each for each in get_compilation_metrics()}
