@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import regions, same
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from thunder_cg import explain, thunderfx
@@ -37,7 +38,10 @@ def outcome(fn: Callable[..., Any], seed: int, device: str) -> list[torch.Tensor
 def trains_alike(body: str, backend: str, device: str, hook: Callable[..., Any] = scale) -> Any:
     names = {"torch": torch, "checkpoint": checkpoint, "hook": hook, "SEEN": SEEN}
     exec(f"def fn(x, z):\n {body}", names)
-    fn: Any = names["fn"]
+    return trains_alike_of(names["fn"], backend, device)
+
+
+def trains_alike_of(fn: Callable[..., Any], backend: str, device: str) -> Any:
     graphed = thunderfx(fn, backend=backend)
     for seed in range(3):
         same(outcome(graphed, seed, device), outcome(fn, seed, device))
@@ -144,8 +148,11 @@ def test_where_a_function_may_not_be_left_a_moved_hook_raises(backend, device):
         y.register_hook(scale)
         return y * y
 
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="Dynamo would put at another place"):
-        outcome(thunderfx(fn, backend=backend, fullgraph=True), 0, device)
+    assert is_left(trains_alike_of(fn, backend, device))
+    graphed = thunderfx(fn, backend=backend, fullgraph=True)
+    for _ in range(2):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="Dynamo would put at another place"):
+            outcome(graphed, 0, device)
 
 
 def test_a_hook_that_pytorch_refuses_is_refused(backend, device):
@@ -156,3 +163,24 @@ def test_a_hook_that_pytorch_refuses_is_refused(backend, device):
 
     with pytest.raises(RuntimeError, match="cannot be registered on non-leaf tensors"):
         outcome(thunderfx(fn, backend=backend), 0, device)
+
+
+def test_others_that_share_the_code_are_in_graphs(backend, device):
+    def hook(module, args, y):
+        y.register_hook(scale)
+
+    def trained(first):
+        model = nn.Sequential(first, nn.ReLU(inplace=True)).to(device)
+        graphed = thunderfx(model, backend=backend)
+        for _ in range(3):
+            graphed(torch.ones(2, 3, device=device)).sum().backward()
+        return explain(graphed)
+
+    linear = nn.Linear(3, 3)
+    handle = linear.register_forward_hook(hook)
+    report = trained(linear)
+    (left,) = report.breaks
+    assert not report.traces and "y.register_hook(scale)" in (left.source or "")
+    handle.remove()
+    report = trained(linear)
+    assert len(report.traces) == 2 and not report.breaks

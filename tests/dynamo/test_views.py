@@ -21,6 +21,10 @@ VIEWS = [
     "y.float().float()",
     "y.repeat(1, 1)",  # new memory, though its values are those of y
     "y.repeat((1, 1))",
+    "y.repeat(2, 1, 1)",
+    "y.t().repeat(1, 1)",
+    "y[:1].repeat_interleave(4, 0)",
+    "y.flip(())",
 ]
 
 
@@ -58,6 +62,16 @@ def test_what_is_left_to_inductor_is_named(backend, device):
     graphed(torch.ones(3, 3, device=device, requires_grad=True))
     (outside,) = explain(graphed).outside
     assert "returned beside it, and Thunder may return a copy" in outside.reason
+
+
+@pytest.mark.parametrize("view", ["y.detach()", "y.ravel()", "y.float()", "y.double()"])
+def test_a_view_that_a_trace_makes_is_in_the_graph(backend, device, view):
+    graphed = thunderfx(returning(f"(y := x.double()), {view}" if "double" in view else f"y, {view}"), backend=backend)
+    for _ in range(3):
+        whole, part = graphed(torch.ones(3, 3, device=device, requires_grad=True))
+        whole.detach()[:] = 7.0
+        assert (part == 7.0).all()
+    assert not explain(graphed).outside
 
 
 def test_a_view_that_is_returned_alone_is_in_the_graph(backend, device):

@@ -24,6 +24,7 @@ from torch._guards import CompileContext
 from torch.fx.experimental.symbolic_shapes import sym_or
 
 from thunder_cg.compat.distributed import default_group
+from thunder_cg.compat.dynamo_hooks import MOVED
 from thunder_cg.compat.dynamo_records import BEFORE_BREAK, DynamoBreak, Recompilation, RecompileLimit
 from thunder_cg.compat.dynamo_scope import scope_dynamo
 from thunder_cg.compat.lines import is_torchs
@@ -42,7 +43,7 @@ class CompiledFunction(ThunderFXCompiledObject):
         self._copied = copied
         self.after_call: Callable[[], None] | None = None
         self._count = _Count()
-        scope_dynamo(function, backend.is_moved)
+        scope_dynamo(function, backend.is_moved, backend.left)
         module = getattr(function, "_orig_mod", None)
         self.__signature__ = inspect.signature(function if module is None else module.forward)
 
@@ -329,7 +330,7 @@ def resumed(backend: ThunderCompiler) -> Iterator[DynamoBreak]:
             yield found._replace(function=_place_of(start, backend) if start is not None else "")
 
 
-def gave_up(compiled: Any, backend: ThunderCompiler, ends: Collection[tuple[str, int | None]]) -> Iterator[DynamoBreak]:
+def gave_up(compiled: Any, backend: Any, ends: Collection[tuple[str, int | None]]) -> Iterator[DynamoBreak]:
     """What Dynamo compiles nothing of, as with a graph break in a loop. The function's first line precedes PyTorch's.
 
     Args:
@@ -341,10 +342,14 @@ def gave_up(compiled: Any, backend: ThunderCompiler, ends: Collection[tuple[str,
     original = getattr(function, "_torchdynamo_orig_callable", None) if module is None else module.forward
     code = getattr(original, "__code__", None)
     own = (code.co_filename, code.co_firstlineno) if code is not None else None
+    by_code = getattr(backend, "left", {})  # a plain thunderfx has none
+    hooks = {str(found.stack[-1]): (each, found) for each, found in reversed(by_code.items())}  # once for a line
+    for left, found in hooks.values():
+        yield found._replace(function="" if left is code else _place_of(left, backend))
     last = {(each.co_filename, each.co_firstlineno, each.co_name): each for each in get_compilation_metrics()}
     for (file, line, name), each in last.items():
         failed_at = each.fail_user_frame_filename, each.fail_user_frame_lineno
-        if failed_at[1] is None or "recompile limit" in str(each.fail_reason):
+        if failed_at[1] is None or any(said in str(each.fail_reason) for said in (MOVED, "recompile limit")):
             continue
         is_own, is_rest = (file, line) == own, _RESUMED.fullmatch(name or "") and (file, line) in ends
         if is_own or is_rest or failed_at in ends:

@@ -26,11 +26,13 @@ from torch._dynamo.variables import TensorVariable
 from torch._guards import TracingContext
 from torch.fx import Node
 
+from thunder_cg.compat.dynamo_records import DynamoBreak
+
 _register_hook = TensorVariable._method_register_hook
 _retain_grad = TensorVariable.method_attr_retain_grad
 _compile_subgraph = OutputGraph.compile_subgraph
 _HOOKS = "thunder_cg_hooks"  # of a graph of Dynamo's, with the lines that register them
-_MESSAGE = """A hook on a gradient, which Dynamo would put at another place, where it sees another gradient
+MOVED = """A hook on a gradient, which Dynamo would put at another place, where it sees another gradient
   Explanation: Dynamo puts it where the tensor is made, where the graph ends, or before an earlier hook.
   Hint: register one hook where the tensor is made, before anything is computed from it or written to it, or on a copy \
 that is used from then on: y = y.clone()"""
@@ -50,11 +52,12 @@ class Hook(NamedTuple):
     ends_graph: bool = False
 
 
-def leaving_moved_hooks(is_moved: Callable[[Hook], bool]) -> AbstractContextManager[Any]:
+def leaving_moved_hooks(is_moved: Callable[[Hook], bool], left: list[DynamoBreak]) -> AbstractContextManager[Any]:
     """Has Dynamo compile nothing of a function with hooks that it moves: see Note [Hooks that Dynamo moves].
 
     Args:
         is_moved: says so of a hook, by the graph up to where it ends.
+        left: gets why and where, if it does.
     """
 
     def register_hook(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -63,12 +66,12 @@ def leaving_moved_hooks(is_moved: Callable[[Hook], bool]) -> AbstractContextMana
         is_second = any(tensor is hook.result for hook, _ in hooks)
         is_on_gradient = "register_hook" in args and torch.is_grad_enabled()  # PyTorch has the others on leaves alone
         if not self.source and (is_second or not is_on_gradient or tensor.graph is not output.graph):
-            _leave(lines)
+            leave(lines)
         before = [node for node in tensor.graph.nodes if node.op.startswith("call")]
         handle = or_end_graph(self, lambda: _register_hook(self, *args, **kwargs))
         known = {*before}
         if [node for node in tensor.graph.nodes if node in known] != before:
-            _leave(lines)
+            leave(lines)
         result = self.as_proxy().node
         if result is not tensor:  # an autograd function's view, to write to which raises while Dynamo traces
             made = tensor.meta["example_value"]
@@ -86,14 +89,20 @@ def leaving_moved_hooks(is_moved: Callable[[Hook], bool]) -> AbstractContextMana
             return register()
         except Unsupported:
             if not variable.source and is_moved(Hook(variable.as_proxy().node, ends_graph=True)):
-                _leave(lines)
+                leave(lines)
             raise
 
     def compile_subgraph(self: Any, *args: Any, **kwargs: Any) -> Any:
         for hook, lines in vars(self).get(_HOOKS, ()):
             if is_moved(hook):
-                _leave(lines)
+                leave(lines)
         return _compile_subgraph(self, *args, **kwargs)
+
+    def leave(lines: Any) -> NoReturn:
+        left.append(DynamoBreak(MOVED, [*lines]))
+        error = _Left(MOVED)
+        error.real_stack = lines
+        raise error from None
 
     stack = ExitStack()
     stack.enter_context(patch.object(TensorVariable, "_method_register_hook", register_hook))
@@ -106,9 +115,3 @@ class _Left(Unsupported):
     """Has Dynamo compile nothing of a function, nor of what calls it, if it traces that."""
 
     skip_frame = property(lambda self: True, lambda self, is_skipped: None)
-
-
-def _leave(lines: Any) -> NoReturn:
-    error = _Left(_MESSAGE)
-    error.real_stack = lines
-    raise error from None

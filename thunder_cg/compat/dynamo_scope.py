@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import CodeType
 from typing import Any
 from unittest.mock import patch
 
@@ -26,6 +27,7 @@ from torch._dynamo.variables import ConstantVariable, TensorVariable, builder, m
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from thunder_cg.compat.dynamo_hooks import Hook, leaving_moved_hooks
+from thunder_cg.compat.dynamo_records import DynamoBreak
 from thunder_cg.compat.thunder import connect_to_autograd
 
 _LOG_METHODS = re.compile(r"(debug|info|warning|warn|error|critical|fatal|log)(_once|_advice)?")  # they return None
@@ -38,6 +40,7 @@ _recompilation_reasons = guards.get_and_maybe_log_recompilation_reasons
 # Files of the nodes in autograd's graph. A ``torch.autograd.grad`` at a graph break runs them under Dynamo's eyes.
 _FASTPATH = Path(__file__).parents[1] / "fastpath"
 _OF_NODES = {inspect.getfile(inspect.unwrap(connect_to_autograd)), *map(str, _FASTPATH.glob("*.py"))}
+_LEAVE = ConvertFrameReturn(_FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT), apply_to_code=False)
 _SKIP = ConvertFrameReturn(_FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP), apply_to_code=False)
 
 
@@ -48,7 +51,7 @@ def dynamo_callback(fn: Any) -> Any | None:
     return inspect.getclosurevars(fn).nonlocals.get("callback") if inspect.isfunction(fn) else None
 
 
-def scope_dynamo(function: Any, is_moved: Callable[[Hook], bool]) -> None:
+def scope_dynamo(function: Any, is_moved: Callable[[Hook], bool], left: dict[CodeType, DynamoBreak]) -> None:
     """Has Dynamo trace a compiled function in these ways.
 
     Sizes, floats and integers, those of modules too, are dynamic by this function's calls alone, floats are constant at
@@ -57,6 +60,7 @@ def scope_dynamo(function: Any, is_moved: Callable[[Hook], bool]) -> None:
 
     Args:
         is_moved: says so of a hook.
+        left: gets the functions of which nothing is compiled, and why.
     """
     callback = dynamo_callback(function)
     convert = getattr(callback, "_torchdynamo_orig_backend", None)
@@ -69,6 +73,9 @@ def scope_dynamo(function: Any, is_moved: Callable[[Hook], bool]) -> None:
     def convert_scoped(frame: Any, *args: Any, skip: int = 0, **kwargs: Any) -> Any:
         if frame.f_code.co_filename in _OF_NODES:
             return _SKIP
+        if frame.f_code in left:
+            return _LEAVE
+        moved: list[DynamoBreak] = []
         with (
             history.in_use(),
             patch.object(misc.LoggingLoggerVariable, "call_method", _log_after_graph),
@@ -76,10 +83,14 @@ def scope_dynamo(function: Any, is_moved: Callable[[Hook], bool]) -> None:
             _reading_constants(),
             _counting_versions_of(backend),
             _own_reasons_first(),
-            leaving_moved_hooks(is_moved),
+            leaving_moved_hooks(is_moved, moved),
             config.patch(allow_unspec_int_on_nn_module=True),
         ):
-            return convert(frame, *args, skip=skip + 1, **kwargs)
+            result = convert(frame, *args, skip=skip + 1, **kwargs)
+        if not moved or result.guarded_code is not None:
+            return result
+        left[frame.f_code] = moved[-1]
+        return _LEAVE  # Dynamo would skip the code, which others may share, for all compiled functions
 
     # Dynamo looks for the caller of a frame behind the frames of its own file.
     convert_scoped.__code__ = convert_scoped.__code__.replace(co_filename=convert_frame.__file__)

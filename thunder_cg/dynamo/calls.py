@@ -177,15 +177,6 @@ def unfold_to_new_memory(node: Node) -> None:
         call_instead(node, operators.unfold(), *node.args, **node.kwargs)
 
 
-def repeat_to_new_memory(node: Node) -> None:
-    """``x.repeat(1, 1)``, for which Thunder returns ``x``."""
-    source, *given = node.args
-    tensor, once = example(source), (1,) * example(source).dim()
-    is_laid_out = fixed_stride(tensor) is not None and tensor.is_contiguous()
-    if not node.kwargs and is_laid_out and once and (*given,) in (once, (once,), ([*once],)):
-        call_instead(node, torch.clone, source)
-
-
 def take_part_to_new_memory(node: Node) -> None:
     """``torch.real(x)``, where it has a gradient and ``x`` is complex."""
     if has_another_derivative(node) and requires_grad(example(node)) and not _is_written(node):

@@ -9,6 +9,7 @@ from functools import partial
 from inspect import signature
 from operator import getitem
 from traceback import FrameSummary
+from types import CodeType
 from typing import Any
 from unittest.mock import patch
 
@@ -27,6 +28,7 @@ from thunder_cg.compat.dynamo import (
     inputs_of_modules,
     users_names,
 )
+from thunder_cg.compat.dynamo_records import DynamoBreak
 from thunder_cg.compat.dynamo_scope import TensorifyScalarRestartAnalysis
 from thunder_cg.compat.fx import compute_without_inference_mode, is_collective
 from thunder_cg.compat.lines import is_torchs
@@ -66,6 +68,7 @@ class Compiler(ThunderCompiler):
         failure: what was raised last.
         parameters: of the user's function, by position, if it is a module of PyTorch's, called with ``*args``.
         inputs: what its graphs are for, by their numbers.
+        left: functions of which Dynamo compiles nothing because of hooks on gradients, and why.
         sizes: what calls its graphs whose sizes may change, by their numbers.
         succeeded: trials of operators that its graphs share, since a function compiled anew is mostly as before.
     """
@@ -79,6 +82,7 @@ class Compiler(ThunderCompiler):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.inputs: dict[int, GraphInputs] = {}
+        self.left: dict[CodeType, DynamoBreak] = {}
         self.sizes: dict[int, SizesOfGraph] = {}
         self.succeeded: set[Any] = set()
 

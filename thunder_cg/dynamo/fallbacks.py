@@ -57,6 +57,9 @@ _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 # Their gradients, or which results have one, are not PyTorch's.
 _WRONG = frozenset({"lu", "lu_unpack", "native_layer_norm", "norm"})
 
+# Views of PyTorch's of which a trace has copies. What PyTorch runs as it is, as ``y.detach()``, it returns as a view.
+_COPIED = frozenset({"diagonal", "unfold"})
+
 # What changes it.
 _OUT_OF_PLACE = "compute a new tensor, as x = x * 2 for x.mul_(2)"
 _NO_TRANSFORM = "write it without the transform, as x.sum(-1) for torch.vmap(torch.sum)(x)"
@@ -300,7 +303,8 @@ def _views_lost(graph: Graph) -> Iterator[Node]:
         if is_lost or node.target is GET_DATA:
             result = example(node)
             is_view = shares_memory(example(node.all_input_nodes), result)
-            if is_view and (shares_memory(written, result) or is_returned_beside_another(node)):
+            is_copied = operator_name(node) in _COPIED and is_returned_beside_another(node)
+            if is_view and (is_copied or shares_memory(written, result)):
                 yield node
         written += map(example, written_by(node))
 

@@ -39,6 +39,7 @@ from thunder_cg.kernels.derivatives import fused_executor
 _PARTIAL = (
     *(torch.index_add, pad, F.max_pool1d, F.max_pool2d, F.max_pool3d, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d),
     *(torch.flip, torch.lerp, torch.minimum, torch.remainder, torch.repeat_interleave, torch.round, torch.trunc),
+    torch.Tensor.repeat,
 )
 
 # Of what is in a list, Thunder's fallbacks lose the gradient. These get each tensor by itself.

@@ -18,8 +18,11 @@ from thunder_cg.compat.thunder import LOST_GRADIENT
 from thunder_cg.dynamo import operators
 from thunder_cg.dynamo.fallbacks import has_another_derivative, returns_cpu_scalar
 from thunder_cg.dynamo.nodes import argument, arguments, call_before, call_instead, result_of, return_first_alone
-from thunder_cg.dynamo.writes import requires_grad
+from thunder_cg.dynamo.writes import is_returned, requires_grad
 from thunder_cg.errors import CollectiveError
+
+# They make new memory, of which Thunder makes views, as for ``x.repeat(2, 1, 1)``.
+_VIEWED = frozenset({"flip", "repeat", "repeat_interleave"})
 
 
 def use_own_operator(node: Node, options: dict[str, Any]) -> None:
@@ -48,7 +51,7 @@ def use_own_operator(node: Node, options: dict[str, Any]) -> None:
     if operator_name(node) == "repeat_interleave" and not isinstance(argument(node, 1, "repeats"), int):
         return  # a tensor, which is read on the host
     is_partial = operators.is_partial(function)
-    if is_partial and is_supported(node, options):
+    if is_partial and is_supported(node, options) and not (operator_name(node) in _VIEWED and is_returned(node)):
         return
     if (is_partial or library_name(function)) and returns_cpu_scalar(node):
         return

@@ -53,7 +53,6 @@ _CALLS: dict[Any, Callable[[Node], None]] = {
     **dict.fromkeys((torch.imag, torch.real), calls.take_part_to_new_memory),
     F.embedding: calls.embed_with_padding,
     F.multi_head_attention_forward: own_symbols.trace_multi_head_attention,
-    "repeat": calls.repeat_to_new_memory,
     "masked_scatter": calls.scatter_without_waiting,
     "unfold": calls.unfold_to_new_memory,
     "view": calls.reshape_what_thunder_lays_out,

@@ -79,6 +79,12 @@ def shares_memory(values: Any, others: Any) -> bool:
     return any(has_storage(tensor) and shares_storage(values, tensor) for tensor in tensors_in(others))
 
 
+def is_returned(node: Node) -> bool:
+    """Whether memory of the result of a node is returned."""
+    *_, output = node.graph.nodes
+    return shares_memory([example(node)], example(output.args))
+
+
 def is_returned_beside_another(node: Node) -> bool:
     """Whether the result of a node, or a view of it, is returned, and what else shares its memory is, or is an input.
 

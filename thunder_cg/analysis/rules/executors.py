@@ -72,8 +72,8 @@ RULES: tuple[Rule, ...] = (
         column_stack_each_vjp int_mm dstack_each dstack_each_vjp flip imag_copy imag_copy_vjp real_copy real_copy_vjp
         flip_vjp hstack_each hstack_each_vjp interpolate interpolate_vjp lerp lerp_vjp max_pool1d max_pool1d_vjp
         max_pool2d max_pool2d_vjp max_pool3d max_pool3d_vjp minimum minimum_vjp normalize pad pad_vjp remainder
-        remainder_vjp repeat_interleave repeat_interleave_vjp rms_norm rms_norm_vjp round round_vjp trunc trunc_vjp
-        unfold_copy unfold_copy_vjp vstack_each vstack_each_vjp weight_norm weight_norm_vjp
+        remainder_vjp repeat repeat_vjp repeat_interleave repeat_interleave_vjp rms_norm rms_norm_vjp round round_vjp
+        trunc trunc_vjp unfold_copy unfold_copy_vjp vstack_each vstack_each_vjp weight_norm weight_norm_vjp
         transformer_encoder_layer bartlett_window blackman_window eye hamming_window hann_window kaiser_window linspace
         logspace tril_indices triu_indices
     """, CAPTURED, Evidence.KNOWN, settings=Settings.NONE),
