@@ -377,6 +377,7 @@ READERS = [
 ]
 
 
+@pytest.mark.nightly_after(9)
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("changes", [True, False])
 def test_what_reads_a_number_gets_it(step_twins, reader, changes):
