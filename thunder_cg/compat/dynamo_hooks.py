@@ -1,4 +1,4 @@
-"""Leaves functions to PyTorch whose hooks on gradients Dynamo would move. Checked with PyTorch 2.11.
+"""Leaves functions to PyTorch whose hooks on gradients Dynamo would move. Checked with PyTorch 2.11 alone.
 
 Note [Hooks that Dynamo moves]
     ``y.register_hook(hook)`` has the hook see the gradient of what ``y`` holds by then, whatever it is read by. If the

@@ -125,9 +125,8 @@ class Program:
         self._eager_layout: Any = None  # of the first call, if that ran eagerly
         ios = [region.io for region in self.regions]
         before: MemoryEstimate | None = forward.memory if forward is not None else None
-        self.memory: MemoryEstimate = MemoryEstimate.of(
-            trace, ios, before, frozenset() if compilation.grad else attributes
-        )
+        stay = frozenset[str]() if compilation.grad else attributes
+        self.memory: MemoryEstimate = MemoryEstimate.of(trace, ios, before, stay)
         needed = self.memory.arena
         if forward is not None:
             gradients = 0  # that are copied out of a scratch arena only

@@ -27,11 +27,8 @@ GROWS = {"append", "extend"}
 _LOOKUPS = {"LOAD_ATTR", "LOAD_METHOD"}
 _ATTRIBUTES = {*_LOOKUPS, "STORE_ATTR"}
 _ITEM = ["LOAD_CONST", "BINARY_SUBSCR"]
-_EFFECTS = {
-    **dict.fromkeys(_VARIABLES | {"LOAD_CONST"}, 1),
-    **dict.fromkeys(_LOOKUPS, 0),
-    "BINARY_SUBSCR": -1,
-}  # on the stack
+# By how many values these make the stack deeper. What is called, and a method with its object, count as one.
+_EFFECTS = {**dict.fromkeys(_VARIABLES | {"LOAD_CONST"}, 1), **dict.fromkeys(_LOOKUPS, 0), "BINARY_SUBSCR": -1}
 _DEEPEST = 1000  # no stack is that deep
 _COPIES = {"COPY", "DUP_TOP", "DUP_TOP_TWO"}
 _NEUTRAL = {"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", *_COPIES}  # what was loaded last stays on top of the stack
