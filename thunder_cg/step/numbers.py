@@ -38,7 +38,6 @@ from thunder_cg.errors import CaptureLater
 from thunder_cg.runtime.backend import CopiedOut, Function, Graph, Pool, bits_of, number_of, sentinels
 from thunder_cg.step.attributes import EVERYTHING, calling_frame, can_be_hooked, hooked, unwatched
 from thunder_cg.step.facts import Atom, Facts, difference
-from thunder_cg.step.packages import is_constant
 
 TAKEN = Atom(float, "a number for kernels")  # the fact of any such number
 _OF_ADAM = ("lr", "betas", "weight_decay", "eps")
@@ -48,7 +47,7 @@ FUSED: Mapping[type, tuple[str, ...]] = {  # what their kernels take
     SGD: ("lr", "momentum", "weight_decay", "dampening"),
 }
 _NAMES = {"param_groups", *EVERYTHING}
-_KNOWN = frozenset(code for code in code_of_fused_steps() if is_constant(code.co_filename))  # others are the user's
+_KNOWN = frozenset(code_of_fused_steps())
 
 
 class NumbersRead(CaptureLater):
