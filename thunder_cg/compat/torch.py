@@ -89,10 +89,8 @@ def code_of_fused_steps() -> Iterator[CodeType]:
     """
     kind: Any = torch.optim.Optimizer
     known: list[Any] = [torch.optim.Adam.step, torch.optim.SGD.step, kind.zero_grad, GradScaler._unscale_grads_]
-    names = (
-        "_accelerator_graph_capture_health_check",
-        "_cuda_graph_capture_health_check",
-    )  # since torch 2.11, and before
+    # The second name is that of torch before 2.11.
+    names = "_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"
     known += [vars(kind)[name] for name in names if name in vars(kind)]
     codes = (inspect.unwrap(each).__code__ for each in known)
     yield from (code for code in codes if code.co_filename.startswith(torch.__path__[0]))  # others have replaced one

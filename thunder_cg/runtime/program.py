@@ -487,7 +487,7 @@ class Program:
 
     @property
     def _is_inference(self) -> bool:
-        return self.kind == "forward" and self.pair.call_memory is None
+        return self.kind == "forward" and self.pair.call_memory is None  # a backward may have a pair of its own
 
     @cached_property
     def gives_large(self) -> bool:

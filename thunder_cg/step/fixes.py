@@ -57,7 +57,7 @@ _CONSTANT = (
     "keep it constant, as OneCycleLR and CyclicLR do with cycle_momentum=False; or call the optimizer's step() outside "
     "of the step, and clear gradients in it by model.zero_grad()"
 )
-_NUMBER = re.compile(r"\['(lr|betas|momentum|weight_decay|eps|dampening)'\]")
+_NUMBER = re.compile(rf"\['({'|'.join(dict.fromkeys(key for keys in FUSED.values() for key in keys))})'\]")
 _FUSES = "whose kernels take numbers that change"
 _READ_ELSEWHERE = "have nothing in the step but the step() of {} read its param_groups"
 _RANDOM = "draw with torch on the device"

@@ -186,20 +186,15 @@ class StepState:
 
     def again(self) -> StepState:
         """The state as it is by now."""
-        return StepState(
-            self._fn,
-            self._given,
-            self._device_type,
-            self._called,
-            self.attributes,
-            self._to_carry,
-            takes_numbers=self._takes_numbers,
-        )
+        return self._anew(self._called, self.attributes)
 
     def with_called(self, called: Sequence[Called]) -> StepState:
         """The state with all that these functions read as well."""
-        given, called = (self._fn, self._given, self._device_type), [*self._called, *called]
-        return StepState(*given, called, None, self._to_carry, takes_numbers=self._takes_numbers)
+        return self._anew([*self._called, *called], None)
+
+    def _anew(self, called: Sequence[Called], attributes: Attributes | None) -> StepState:
+        given = self._fn, self._given, self._device_type
+        return StepState(*given, called, attributes, self._to_carry, takes_numbers=self._takes_numbers)
 
     def _reads(self, called: Sequence[Called]) -> list[Read]:
         return reads_of(self._fn, [root for root in self._given.values() if isinstance(root, nn.Module)], called)
