@@ -34,7 +34,7 @@ from thunder_cg.compat.fx import compute_without_inference_mode, is_collective
 from thunder_cg.compat.lines import is_torchs
 from thunder_cg.compat.operators import library_names
 from thunder_cg.compat.splitter import keeping_fallbacks
-from thunder_cg.compat.thunder import ThunderModule, owns_regions
+from thunder_cg.compat.thunder import ThunderModule, get_default_executors, owns_regions
 from thunder_cg.dynamo.fallbacks import objections
 from thunder_cg.dynamo.hooks import is_moved
 from thunder_cg.dynamo.layouts import keeping_layouts
@@ -45,6 +45,7 @@ from thunder_cg.dynamo.rewrites import rewrite
 from thunder_cg.dynamo.sizes import SizesOfGraph, numbers_that_count
 from thunder_cg.dynamo.writes import makes_only_views, order_counts
 from thunder_cg.errors import CaptureError, CudagraphError, OptionError, SkipReason, TransformConflictError
+from thunder_cg.kernels import torchs_derivatives
 from thunder_cg.options import taken_from
 from thunder_cg.progress import Stage
 from thunder_cg.report.breaks import graph_breaks, is_same
@@ -252,6 +253,9 @@ def compile_with(fn: Callable[..., Any], **options: Any) -> CompiledFunction:
     def copied(memo: Any) -> CompiledFunction:
         return compile_with(copy.deepcopy(fn, memo), **{**options, "transforms": transforms})
 
+    given = options.get("executors")
+    executors = [torchs_derivatives.executor, *(get_default_executors() if given is None else given)]
+    options = {**options, "executors": [*dict.fromkeys(executors)]}
     for_dynamo = get_torch_compile_kwargs(**options)
     backend = Compiler(**{name: value for name, value in options.items() if name not in for_dynamo})
     backend.function, backend.parameters = name_of(fn), _parameters(fn)

@@ -37,7 +37,7 @@ from thunder_cg.kernels.derivatives import fused_executor
 
 # Thunder's symbols refuse some arguments, such as ceil_mode, or have no gradient. ``pad`` may reflect or be circular.
 _PARTIAL = (
-    *(torch.index_add, pad, F.max_pool1d, F.max_pool2d, F.max_pool3d, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d),
+    *(torch.index_add, pad, F.max_pool2d, F.max_pool3d, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d),
     *(torch.flip, torch.lerp, torch.minimum, torch.remainder, torch.repeat_interleave, torch.round, torch.trunc),
     torch.Tensor.repeat,
 )
@@ -65,6 +65,7 @@ _LOSSES = F.cross_entropy, F.nll_loss  # of classes: Thunder's gradient of a sum
 
 _OTHERS = (
     F.interpolate,
+    F.max_pool1d,  # Thunder's is NaN where it is padded, and another derivative where values are equal
     torch.mul,  # of complex numbers, as in rotary embeddings: see Note [Other derivatives]
     torch.rms_norm,
     F.scaled_dot_product_attention,  # Thunder's symbol does not take enable_gqa

@@ -4,8 +4,9 @@ Without a fuser, Thunder runs a kernel of PyTorch for each of its prims, and com
 convolutions. Both are slower than eager PyTorch. What goes out is a list for ``thunder.jit(..., executors=...)``:
 PyTorch's own kernels where they are the best (``attention``, ``convolution``), and a fuser for the rest. On machines
 without nvFuser that is ``inductor``, with shorter derivatives for it to fuse (``normalization``, ``loss``,
-``activation``, ``embedding``, ``pooling``). What comes in, later and from Thunder, are traces. Thunder's registry owns
-the executors, each trace owns what was compiled for it.
+``activation``, ``embedding``, ``pooling``). Where Thunder's derivatives are wrong, ``torchs_derivatives`` has others.
+What comes in, later and from Thunder, are traces. Thunder's registry owns the executors, each trace owns what was
+compiled for it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from thunder_cg.compat import thunder as compat
-from thunder_cg.kernels import attention, derivatives, inductor
+from thunder_cg.kernels import attention, derivatives, inductor, torchs_derivatives
 
 
 def executors() -> list[Any]:
@@ -23,7 +24,8 @@ def executors() -> list[Any]:
     give the same ones to both sides of a comparison.
     """
     fusers = [derivatives.fused_executor, inductor.executor] if compat.nvfuserex is None else [compat.nvfuserex]
-    return [attention.executor, compat.get_executor("sdpa"), derivatives.executor, *fusers]
+    own = [torchs_derivatives.executor, attention.executor, compat.get_executor("sdpa"), derivatives.executor]
+    return [*own, *fusers]
 
 
 __all__ = ["executors"]
