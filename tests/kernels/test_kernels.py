@@ -19,7 +19,7 @@ import thunder_cg
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.tensors import tensors_in
 from thunder_cg.compat.torch_compile import CompileError
-from thunder_cg.kernels import attention, convolution, derivatives, fusion, inductor
+from thunder_cg.kernels import attention, convolution, derivatives, fusion, inductor, torchs_derivatives
 from thunder_cg.kernels.fusion import Fusion, Kernels
 from thunder_cg.runtime import outputs
 
@@ -342,10 +342,12 @@ def test_nvfuser_where_thunder_can_use_it(monkeypatch):
     attention_by_cudnn, sdpa = thunder_cg.executors()[:2]
     assert (attention_by_cudnn, sdpa) == (attention.executor, compat.get_executor("sdpa"))
     monkeypatch.setattr(compat, "nvfuserex", None)
-    assert thunder_cg.executors()[-2:] == [derivatives.fused_executor, inductor.executor]
+    own = [derivatives.fused_executor, torchs_derivatives.executor, inductor.executor]
+    assert thunder_cg.executors()[-3:] == own
     nvfuser = object()
     monkeypatch.setattr(compat, "nvfuserex", nvfuser)
-    assert thunder_cg.executors()[2:] == [derivatives.executor, nvfuser], "it would not fuse the other derivatives"
+    expected = [derivatives.executor, torchs_derivatives.executor, nvfuser]
+    assert thunder_cg.executors()[2:] == expected, "it would not fuse the other derivatives"
 
 
 @pytest.mark.nightly

@@ -254,8 +254,9 @@ def compile_with(fn: Callable[..., Any], **options: Any) -> CompiledFunction:
         return compile_with(copy.deepcopy(fn, memo), **{**options, "transforms": transforms})
 
     given = options.get("executors")
-    executors = [torchs_derivatives.executor, *(get_default_executors() if given is None else given)]
-    options = {**options, "executors": [*dict.fromkeys(executors)]}
+    executors = [*(get_default_executors() if given is None else given)]
+    if torchs_derivatives.executor not in executors:
+        options = {**options, "executors": [torchs_derivatives.executor, *executors]}
     for_dynamo = get_torch_compile_kwargs(**options)
     backend = Compiler(**{name: value for name, value in options.items() if name not in for_dynamo})
     backend.function, backend.parameters = name_of(fn), _parameters(fn)

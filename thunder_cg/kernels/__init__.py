@@ -23,9 +23,10 @@ def executors() -> list[Any]:
     nvFuser fuses where Thunder can use it, else Inductor. Other executors have other kernels, which round differently:
     give the same ones to both sides of a comparison.
     """
-    fusers = [derivatives.fused_executor, inductor.executor] if compat.nvfuserex is None else [compat.nvfuserex]
-    own = [torchs_derivatives.executor, attention.executor, compat.get_executor("sdpa"), derivatives.executor]
-    return [*own, *fusers]
+    others = [attention.executor, compat.get_executor("sdpa"), derivatives.executor]
+    if compat.nvfuserex is not None:
+        return [*others, torchs_derivatives.executor, compat.nvfuserex]
+    return [*others, derivatives.fused_executor, torchs_derivatives.executor, inductor.executor]
 
 
 __all__ = ["executors"]
