@@ -29,7 +29,7 @@ def test_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     said = capsys.readouterr().out
     assert re.search(rf"^torch +{re.escape(torch.__version__.split('+')[0])}", said, re.MULTILINE)
-    fusers = "(fused_derivatives, inductor|nvfuser)"
+    fusers = "(fused_derivatives, torchs_derivatives, inductor|torchs_derivatives, nvfuser)"
     assert re.search(rf"^thunder_cg.executors\(\) +cudnn_attention, sdpa, derivatives, {fusers}$", said, re.MULTILINE)
     if not torch.cuda.is_available():
         assert "the tape backend stands in" in said
