@@ -23,10 +23,10 @@ def executors() -> list[Any]:
     nvFuser fuses where Thunder can use it, else Inductor. Other executors have other kernels, which round differently:
     give the same ones to both sides of a comparison.
     """
-    others = [attention.executor, compat.get_executor("sdpa"), derivatives.executor]
+    fusers = [derivatives.fused_executor, torchs_derivatives.executor, inductor.executor]
     if compat.nvfuserex is not None:
-        return [*others, torchs_derivatives.executor, compat.nvfuserex]
-    return [*others, derivatives.fused_executor, torchs_derivatives.executor, inductor.executor]
+        fusers = [torchs_derivatives.executor, compat.nvfuserex]
+    return [attention.executor, compat.get_executor("sdpa"), derivatives.executor, *fusers]
 
 
 __all__ = ["executors"]

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from thunder_cg.compat import thunder as compat
 
+_where = compat.torch_where
 _SELU = 1.6732632423543772, 1.0507009873554805  # alpha and scale
 
 
@@ -65,10 +66,6 @@ def _summed(gradient: Any, arg: Any) -> Any:
     more = gradient.ndim - arg.ndim
     over = [i for i, size in enumerate(gradient.shape) if i < more or arg.shape[i - more] != size]
     return gradient.sum(over).reshape(arg.shape) if over else gradient
-
-
-def _where(condition: Any, one: Any, other: Any) -> Any:
-    return compat.torch_where(condition, one, other)
 
 
 def _not_in_place(*args: Any, inplace: bool = False, **_: Any) -> bool:
