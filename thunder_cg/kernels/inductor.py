@@ -16,7 +16,7 @@ from thunder_cg.analysis.ops import Ops, read
 from thunder_cg.analysis.pieces import compute_in_pieces
 from thunder_cg.analysis.rules import VJP
 from thunder_cg.compat import thunder as compat
-from thunder_cg.kernels import activation, attention, derivatives, embedding, loss, normalization, pooling  # noqa: F401  (they register)
+from thunder_cg.kernels import activation, attention, derivatives, embedding, linear, loss, normalization, pooling  # noqa: F401  (they register)
 from thunder_cg.kernels.fusion import Fusion, Kernels
 
 _EXPENSIVE = frozenset({"convolution", "cumsum", "sort", "topk"})  # operators of PyTorch's that Thunder has no tags for

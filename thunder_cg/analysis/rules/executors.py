@@ -118,6 +118,7 @@ RULES: tuple[Rule, ...] = (
         normalization_after_update normalization_apply normalization_gradients normalization_statistics relu
         relu_gradient
     """, CAPTURED, Evidence.KNOWN, settings=Settings.NONE),
+    *rows("fused_derivatives", "linear_of_one_row", CAPTURED, Evidence.KNOWN, settings=Settings.MATMUL),
     *rows("cudnn_attention", "cudnn_attention cudnn_attention_backward cudnn_attention_forward", CAPTURED,
           Evidence.KNOWN, settings=Settings.ATTENTION),
     *rows("derivatives", "convolution_backward_input convolution_backward_weight", CAPTURED, Evidence.KNOWN,
