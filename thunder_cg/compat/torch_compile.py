@@ -45,6 +45,12 @@ max_pool_with_places: Callable[..., Any] = torch.ops.prims._low_memory_max_pool_
 indices_of_places: Callable[..., torch.Tensor] = torch.ops.prims._low_memory_max_pool_offsets_to_indices
 
 
+def in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Has Inductor write the tensor to memory. Else, each thread that reads an element computes it anew."""
+    written: torch.Tensor = torch.ops.prims.inductor_force_stride_order(tensor, tensor.stride())
+    return written
+
+
 def free_layouts() -> AbstractContextManager[None]:
     """Inside, Inductor leaves the results of what it compiles in whatever layout it has them."""
     import torch._inductor.config as config  # it is slow to import

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from thunder_cg.compat import thunder as compat
+from thunder_cg.compat.torch_compile import in_memory
 from thunder_cg.kernels.derivatives import HALF, fused_executor
 
-_MOST_ELEMENTS = 2**24  # of a weight
+_MOST_SUMS, _MOST_ELEMENTS = 2**12, 2**24  # of a weight
 
 
 def _meta(a: Any, weight: Any, bias: Any = None) -> Any:
@@ -27,14 +28,16 @@ def _meta(a: Any, weight: Any, bias: Any = None) -> Any:
 def _run(a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not torch.compiler.is_compiling():  # op by op, the products would be written to memory
         return F.linear(a, weight, bias)
-    sums = (a.float().flatten() * weight.float()).sum(1)
+    sums = (in_memory(a.flatten()).float() * weight.float()).sum(1)
     return (sums if bias is None else sums + bias).to(a.dtype).view(*a.shape[:-1], -1)
 
 
 def _has_one_row(a: Any, weight: Any, bias: Any = None) -> bool:
-    is_plain = weight.ndim == 2 and all(each.dtype == a.dtype for each in (weight, bias) if each is not None)
-    is_small = math.prod(a.shape[:-1]) == 1 and 0 < math.prod(weight.shape) <= _MOST_ELEMENTS
-    return is_plain and is_small and compat.to_torch_dtype(a.dtype) in HALF
+    if weight.ndim != 2 or any(each.dtype != a.dtype for each in (weight, bias) if each is not None):
+        return False
+    sums, length = weight.shape
+    is_small = 0 < sums <= _MOST_SUMS and 0 < sums * length <= _MOST_ELEMENTS
+    return is_small and math.prod(a.shape) == length and compat.to_torch_dtype(a.dtype) in HALF
 
 
 linear = fused_executor.register_operator("linear_of_one_row", meta=_meta, fn=_run, tags=[compat.OpTags.MATMUL_OP])
