@@ -4,9 +4,9 @@ Without a fuser, Thunder runs a kernel of PyTorch for each of its prims, and com
 convolutions. Both are slower than eager PyTorch. What goes out is a list for ``thunder.jit(..., executors=...)``:
 PyTorch's own kernels where they are the best (``attention``, ``convolution``), and a fuser for the rest. On machines
 without nvFuser that is ``inductor``, with shorter derivatives for it to fuse (``normalization``, ``loss``,
-``activation``, ``embedding``, ``pooling``). Where Thunder's derivatives are wrong, ``torchs_derivatives`` has others.
-What comes in, later and from Thunder, are traces. Thunder's registry owns the executors, each trace owns what was
-compiled for it.
+``activation``, ``embedding``, ``pooling``), and sums in the place of linear layers of one row (``linear``). Where
+Thunder's derivatives are wrong, ``torchs_derivatives`` has others. What comes in, later and from Thunder, are traces.
+Thunder's registry owns the executors, each trace owns what was compiled for it.
 """
 
 from __future__ import annotations

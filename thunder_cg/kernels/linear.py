@@ -33,8 +33,6 @@ def _run(a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _has_one_row(a: Any, weight: Any, bias: Any = None) -> bool:
-    if weight.ndim != 2 or any(each.dtype != a.dtype for each in (weight, bias) if each is not None):
-        return False
     sums, length = weight.shape
     is_small = 0 < sums <= _MOST_SUMS and 0 < sums * length <= _MOST_ELEMENTS
     return is_small and math.prod(a.shape) == length and compat.to_torch_dtype(a.dtype) in HALF
