@@ -182,6 +182,8 @@ def _fix_of_torchs(change: Difference, label: str, owners: Mapping[str, Any], *,
         return _CLEARS
     if isinstance(optimizer, torch.optim.LBFGS):
         return f"{_OPTIMIZER}; {_make(optimizer)}"
+    if in_step and optimizer is not None and _is_number(change.before) and _is_number(change.after):
+        return f"{_OPTIMIZER}; {_another(optimizer)}"
     if "['step']" in label and (optimizer is not None or ".state[" in label):
         return f"{_OPTIMIZER}; {_OWN_OPTIMIZER if optimizer is None else _make(optimizer)}"
     are_torchs = any(isinstance(value, (Optimizer, GradScaler, AveragedModel)) for value in owners.values())
@@ -191,6 +193,10 @@ def _fix_of_torchs(change: Difference, label: str, owners: Mapping[str, Any], *,
 
 def _is_tensor(fact: Any) -> bool:
     return isinstance(fact, Same) and isinstance(fact.value, Tensor)
+
+
+def _is_number(fact: Any) -> bool:
+    return isinstance(fact, Atom) and fact.kind in (int, float)
 
 
 def fix_if_repeated(change: Difference) -> str:
@@ -361,9 +367,16 @@ def _make(optimizer: Optimizer, *, fused: bool = False) -> str:
         return makes[0]
     if name in _READ_THEIR_RATE and isinstance(optimizer.param_groups[0]["lr"], Tensor) and not fused:
         return f"keep the learning rate of {name} a number"
+    return _another(optimizer)
+
+
+def _another(optimizer: Optimizer) -> str:
+    """What to do about one that keeps numbers in Python, whatever its options are."""
+    if is_users(type(optimizer)):
+        return _OWN_OPTIMIZER
     options = "fused=True, capturable=True" if _is_on_gpu(optimizer) else "fused=True"
     dense = f"; {DENSE}" * isinstance(optimizer, torch.optim.SparseAdam)
-    return f"take another optimizer than {name}, such as AdamW with {options}{dense}"
+    return f"take another optimizer than {type(optimizer).__name__}, such as AdamW with {options}{dense}"
 
 
 def _options(optimizer: Optimizer) -> list[str]:
