@@ -57,6 +57,7 @@ _CONSTANT = (
     "keep it constant, as OneCycleLR and CyclicLR do with cycle_momentum=False; or call the optimizer's step() outside "
     "of the step, and clear gradients in it by model.zero_grad()"
 )
+_SET = "set it outside of the step;"
 _NUMBER = re.compile(rf"\['({'|'.join(dict.fromkeys(key for keys in FUSED.values() for key in keys))})'\]")
 _FUSES = "whose kernels take numbers that change"
 _READ_ELSEWHERE = "have nothing in the step but the step() of {} read its param_groups"
@@ -169,7 +170,7 @@ def _fix_of_torchs(change: Difference, label: str, owners: Mapping[str, Any], *,
     if number := _NUMBER.search(label):
         if number[1] == "lr" and _is_tensor(change.before) and _is_tensor(change.after):
             return _of_rate(optimizer, _SAME_RATE)
-        return _of_number(optimizer, is_rate=number[1] == "lr")
+        return f"{_SET} " * in_step + _of_number(optimizer, is_rate=number[1] == "lr")
     if in_step and "._per_optimizer_states" in label:
         return _UPDATE
     if in_step and (schedulers := [name for name, value in owners.items() if isinstance(value, LRScheduler)]):
