@@ -6,10 +6,11 @@ import random
 import re
 import types
 import warnings
-from collections import UserDict, defaultdict
+from collections import OrderedDict, UserDict, defaultdict, deque
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy
 import pytest
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torch.utils._pytree import register_pytree_node, tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from thunder_cg import explain
@@ -729,6 +731,42 @@ def test_a_batch_of_another_shape_each_time(step_twins):
                 step({"x": torch.ones(size, device=step_twins.device)})
         assert step.replays == replays and len(found) == warned
         assert "the shape of argument 0['x'] changed from (1,) to (2,); pad to a few sizes" in [*step.in_python][1]
+
+
+class Padded(NamedTuple("Padded", [("data", torch.Tensor), ("lengths", torch.Tensor)])):
+    """As `PackedSequence`, it takes nothing but tensors."""
+
+    def __new__(cls, data, lengths):
+        assert data.device == lengths.device
+        return super().__new__(cls, data, lengths)
+
+
+class Bag:
+    """A node of PyTorch's trees that has no names for what it holds, and takes nothing but tensors."""
+
+    def __init__(self, *tensors):
+        self.tensors = [each.flatten() for each in tensors]
+
+
+register_pytree_node(Bag, lambda bag: (bag.tensors, None), lambda tensors, _: Bag(*tensors))
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda x: Padded(x, x[1:]), ".data"),
+        (lambda x: Bag(x[1:], x), "[0]"),
+        (lambda x: [x[:1], defaultdict(list, x=(x,))], "[1]['x'][0]"),
+        (lambda x: OrderedDict(a=deque([x[:1], x])), "['a'][1]"),
+    ],
+    ids=["a named tuple that checks", "a node", "a default", "an order"],
+)
+def test_a_container_of_another_shape(step_twins, make, name):
+    """Its place is named, and no container is made of anything but what it may hold."""
+    step = step_twins.graphed(lambda batch: tree_leaves(batch)[0] * 2)
+    for size in range(2, 12):
+        step(make(torch.ones(size, device=step_twins.device)))
+    assert any(f"the shape of argument 0{name} changed from" in reason for reason in step.in_python), step.in_python
 
 
 def pops(batch):

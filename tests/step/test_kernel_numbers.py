@@ -445,7 +445,17 @@ def test_a_step_that_sets_its_rate(step_twins):
 
     with pytest.warns(UserWarning, match=r"'lr'\] changed from .* in each step"):
         step = step_twins.train(make, 12)
-    assert step.replays == 0 and any("'lr'] changed" in reason for reason in step.in_python), why(step)
+    assert step.replays == 0, why(step)
+    assert any("'lr'] changed" in each and "; set it outside of the step;" in each for each in step.in_python), why(
+        step
+    )
+
+    def between(i, model, fn, batch):
+        for group in fn.optimizer.param_groups:
+            group["lr"] *= 0.9
+
+    step = step_twins.train(partial(usual_step, make=fused(SGD, step_twins.device, lr=0.1)), 12, between)
+    assert step.replays >= 8, why(step)
 
 
 def test_a_momentum_below_zero_raises_as_in_python(step_twins):

@@ -66,6 +66,12 @@ class Finder:
 def read(y):
     return y * float(y.detach().mean())
 
+class Lookahead(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            group["looks"] = group.get("looks", 0) + 1
+
 class Metric(torch.nn.Module):
     def __init__(self, device):
         super().__init__()
@@ -178,6 +184,27 @@ def test_a_package_that_counts(step_twins, package):
     step = step_twins.train(make)
     assert step.captures == 0 and len(package.HISTORY) == 8
     assert "without a history to package_of_losses.HISTORY" in str([*step.in_python])
+
+
+def test_an_optimizer_of_a_package_that_counts(step_twins, package):
+    """Whatever its options are, the number is in Python."""
+
+    def make(model):
+        optimizer = package.Lookahead(model.parameters(), lr=0.1)
+
+        def step(x, y):
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
+    step = step_twins.train(make, 12)
+    assert step.replays == 0
+    last = [*step.in_python][-1]
+    assert "'looks'] changed" in last and "; take another optimizer than Lookahead, such as AdamW" in last, last
 
 
 def test_a_metric_of_a_package(step_twins, package, device):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections import Counter
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
@@ -18,9 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import (
-    keystr,
     tree_flatten,
-    tree_flatten_with_path,
     tree_leaves as _tree_leaves,
     tree_map,
     tree_map_only as _tree_map_only,
@@ -122,6 +120,24 @@ def tree_leaves(tree: Any) -> list[Any]:
     if kind is tuple or kind is list or kind is dict:
         return [leaf for each in (tree.values() if kind is dict else tree) for leaf in tree_leaves(each)]
     return _tree_leaves(tree)
+
+
+def path_of_leaf(spec: Any, position: int) -> str:
+    """``"[0]['x']"``: where a leaf is in a tree. No container is made for that: its class may check what it gets."""
+    path = ""
+    while spec.type is not None:
+        i, kind, context = 0, spec.type, spec.context
+        while position >= spec.children()[i].num_leaves:
+            position -= spec.children()[i].num_leaves
+            i += 1
+        if kind is defaultdict:
+            _, context = context
+        if kind is namedtuple:
+            path += f".{context._fields[i]}"
+        else:
+            path += f"[{context[i]!r}]" if kind in (dict, OrderedDict, defaultdict) else f"[{i}]"
+        spec = spec.children()[i]
+    return path
 
 
 def tree_map_only(of: Any, fn: Callable[[Any], Any], tree: Any) -> Any:

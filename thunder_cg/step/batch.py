@@ -14,15 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from thunder_cg.compat.tensors import (
-    has_storage,
-    is_size,
-    is_zero_tensor,
-    keystr,
-    tree_flatten,
-    tree_flatten_with_path,
-    tree_unflatten,
-)
+from thunder_cg.compat.tensors import has_storage, is_size, is_zero_tensor, path_of_leaf, tree_flatten, tree_unflatten
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.tensors import layout, same_tensors
 from thunder_cg.step.collector import facts_of
@@ -31,7 +23,7 @@ from thunder_cg.step.fixes import fix_of_argument
 from thunder_cg.step.gradients import place_of
 from thunder_cg.step.structure import Structure
 
-_PLACE = re.compile(r"\[[01]\]\[(?:(\d+)|'(\w+)')\]")  # the beginning of a path to a leaf of args and kwargs
+_PLACE = re.compile(r"^\[[01]\]\[(?:(\d+)|'(\w+)')\]")  # the beginning of a path to a leaf of args and kwargs
 _TENSOR = object()
 _WITHOUT_IDENTITY = Tensor, tuple, *ATOMS
 COPY_CONTAINER = "pass a copy of it, as by copy.copy(batch)"
@@ -157,8 +149,7 @@ def argument_at(structure: Structure, position: int) -> str:
     """``"argument 1['labels']"``: where the leaf at a position is in arguments of this structure."""
     if (tree := structure.tree) is None:
         return f"argument {position}"
-    places, _ = tree_flatten_with_path(tree_unflatten(range(tree.num_leaves), tree))
-    return _PLACE.sub(r"argument \1\2", keystr(places[position][0]))
+    return _PLACE.sub(r"argument \1\2", path_of_leaf(tree, position))
 
 
 def _name(leaf: Any, leaves: Sequence[Any], structure: Structure) -> str:

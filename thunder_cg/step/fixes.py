@@ -57,6 +57,7 @@ _CONSTANT = (
     "keep it constant, as OneCycleLR and CyclicLR do with cycle_momentum=False; or call the optimizer's step() outside "
     "of the step, and clear gradients in it by model.zero_grad()"
 )
+_SET = "set it outside of the step;"
 _NUMBER = re.compile(rf"\['({'|'.join(dict.fromkeys(key for keys in FUSED.values() for key in keys))})'\]")
 _FUSES = "whose kernels take numbers that change"
 _READ_ELSEWHERE = "have nothing in the step but the step() of {} read its param_groups"
@@ -169,7 +170,7 @@ def _fix_of_torchs(change: Difference, label: str, owners: Mapping[str, Any], *,
     if number := _NUMBER.search(label):
         if number[1] == "lr" and _is_tensor(change.before) and _is_tensor(change.after):
             return _of_rate(optimizer, _SAME_RATE)
-        return _of_number(optimizer, is_rate=number[1] == "lr")
+        return f"{_SET} " * in_step + _of_number(optimizer, is_rate=number[1] == "lr")
     if in_step and "._per_optimizer_states" in label:
         return _UPDATE
     if in_step and (schedulers := [name for name, value in owners.items() if isinstance(value, LRScheduler)]):
@@ -182,6 +183,8 @@ def _fix_of_torchs(change: Difference, label: str, owners: Mapping[str, Any], *,
         return _CLEARS
     if isinstance(optimizer, torch.optim.LBFGS):
         return f"{_OPTIMIZER}; {_make(optimizer)}"
+    if in_step and optimizer is not None and _is_number(change.before) and _is_number(change.after):
+        return f"{_OPTIMIZER}; {_another(optimizer)}"
     if "['step']" in label and (optimizer is not None or ".state[" in label):
         return f"{_OPTIMIZER}; {_OWN_OPTIMIZER if optimizer is None else _make(optimizer)}"
     are_torchs = any(isinstance(value, (Optimizer, GradScaler, AveragedModel)) for value in owners.values())
@@ -191,6 +194,10 @@ def _fix_of_torchs(change: Difference, label: str, owners: Mapping[str, Any], *,
 
 def _is_tensor(fact: Any) -> bool:
     return isinstance(fact, Same) and isinstance(fact.value, Tensor)
+
+
+def _is_number(fact: Any) -> bool:
+    return isinstance(fact, Atom) and fact.kind in (int, float)
 
 
 def fix_if_repeated(change: Difference) -> str:
@@ -361,9 +368,16 @@ def _make(optimizer: Optimizer, *, fused: bool = False) -> str:
         return makes[0]
     if name in _READ_THEIR_RATE and isinstance(optimizer.param_groups[0]["lr"], Tensor) and not fused:
         return f"keep the learning rate of {name} a number"
+    return _another(optimizer)
+
+
+def _another(optimizer: Optimizer) -> str:
+    """What to do about one that keeps numbers in Python, whatever its options are."""
+    if is_users(type(optimizer)):
+        return _OWN_OPTIMIZER
     options = "fused=True, capturable=True" if _is_on_gpu(optimizer) else "fused=True"
     dense = f"; {DENSE}" * isinstance(optimizer, torch.optim.SparseAdam)
-    return f"take another optimizer than {name}, such as AdamW with {options}{dense}"
+    return f"take another optimizer than {type(optimizer).__name__}, such as AdamW with {options}{dense}"
 
 
 def _options(optimizer: Optimizer) -> list[str]:
