@@ -197,6 +197,20 @@ def test_a_scale_that_depends_on_sizes(backend, device):
     assert not explain(graphed).outside
 
 
+def test_tensors_of_sizes_that_vary(backend, device):
+    """As torchvision's detection scales boxes to the size of their image."""
+
+    def fn(x):
+        ratio = torch.tensor(2 * x.shape[0], dtype=torch.float32, device=x.device) / torch.tensor(x.shape[0] + 1)
+        return (x * ratio.to(x.device)).tanh() + torch.as_tensor(x.shape[0], device=x.device)
+
+    graphed = thunderfx(fn, backend=backend, dynamic=True)
+    for rows in (4, 4, 4, 5, 5, 5):
+        x = torch.randn(rows, 3, device=device)
+        near(graphed(x), fn(x), 0.0)
+    assert not explain(graphed).outside and [r["replays"] for r in regions(graphed)] == [2, 2]
+
+
 def test_tensors_of_numbers(backend, device):
     """As torchvision's detection normalizes images: Inductor would get `as_tensor`."""
 

@@ -163,6 +163,14 @@ def make_tensor(node: Node) -> None:
         call_instead(node, torch.Tensor.to, source, result.device, result.dtype)
 
 
+def fill_with_size(node: Node) -> None:
+    """``torch.tensor(x.shape[0])`` is ``torch.full((), x.shape[0])`` where the size varies."""
+    size, result = node.args[0] if len(node.args) == 1 else None, example(node)
+    is_size = isinstance(size, Node) and isinstance(example(size), torch.SymInt)
+    if is_size and isinstance(result, torch.Tensor) and not node.kwargs.keys() - {"dtype", "device"}:
+        call_instead(node, torch.full, (), size, dtype=result.dtype, device=result.device)
+
+
 def store_at_tensors(node: Node) -> None:
     """``y[[0, 2]] = z`` is ``y[torch.tensor([0, 2])] = z``, of which nothing is copied from the host then."""
     if node.target is not operator.setitem:

@@ -23,6 +23,7 @@ from thunder_cg.compat.fx import (
     modes_of,
     without_gradient,
 )
+from thunder_cg.compat.operators import is_tensor_of_sizes
 from thunder_cg.compat.splitter import is_differentiable, is_supported
 from thunder_cg.compat.tensors import is_cpu_scalar, may_require_grad, tensors_in, tree_leaves
 from thunder_cg.dynamo import autograd_functions, calls, constants, copies, in_place, own_symbols
@@ -90,6 +91,8 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
     for node in (node for node in nodes if node.op in ("call_function", "call_method")):
         if (write := _CALLS.get(node.target)) is not None:
             write(node)
+        elif is_tensor_of_sizes(node.target):
+            constants.fill_with_size(node)
         elif constants.is_size(node):
             constants.write_out(node)
         elif node.target is torch.ops.higher_order.autograd_function_apply and not is_checkpointed:
