@@ -123,8 +123,9 @@ def test_interpolate(backend, device, deterministic, options):
         lambda c: torch.minimum(c, c * 2),
         lambda c: torch.lerp(c, c * 2, 0.5),
         lambda c: torch.zeros_like(c).index_add(0, torch.arange(8, device=c.device), c),
+        lambda c: torch.complex(c, c.sin()).real + torch.complex(c, c.cos()).mul(1j).imag,
     ),
-    ids=["all", "round", "heaviside", "isfinite", "argmin", "flip", "minimum", "lerp", "index_add"],
+    ids=["all", "round", "heaviside", "isfinite", "argmin", "flip", "minimum", "lerp", "index_add", "complex"],
 )
 def test_what_thunder_cannot_differentiate_of_floats_without_a_gradient(backend, device, fn):
     scale = torch.linspace(0.1, 3.0, 8, device=device)
@@ -196,6 +197,20 @@ def test_a_scale_that_depends_on_sizes(backend, device):
     assert not explain(graphed).outside
 
 
+def test_tensors_of_sizes_that_vary(backend, device):
+    """As torchvision's detection scales boxes to the size of their image."""
+
+    def fn(x):
+        ratio = torch.tensor(2 * x.shape[0], dtype=torch.float32, device=x.device) / torch.tensor(x.shape[0] + 1)
+        return (x * ratio.to(x.device)).tanh() + torch.as_tensor(x.shape[0], device=x.device)
+
+    graphed = thunderfx(fn, backend=backend, dynamic=True)
+    for rows in (4, 4, 4, 5, 5, 5):
+        x = torch.randn(rows, 3, device=device)
+        near(graphed(x), fn(x), 0.0)
+    assert not explain(graphed).outside and [r["replays"] for r in regions(graphed)] == [2, 2]
+
+
 def test_tensors_of_numbers(backend, device):
     """As torchvision's detection normalizes images: Inductor would get `as_tensor`."""
 
@@ -238,6 +253,21 @@ def test_shapes_that_dynamo_knows(backend, device):
         x, scale = torch.randn(4, 1, device=device), torch.rand(3, device=device) + 1
         near(graphed(x, scale), fn(x, scale), 1e-6)
     assert not explain(graphed).outside and [r["replays"] for r in regions(graphed)] == [2]
+
+
+def test_shapes_that_are_broadcast_of_sizes_that_vary(backend, device):
+    """One is made of another, which has no other user; one is used."""
+
+    def fn(x, scale):
+        torch.broadcast_shapes(torch.broadcast_shapes(x.shape, scale.shape), x.shape)
+        shape = torch.broadcast_shapes(x.shape, (1, *scale.shape))
+        return torch.distributions.Normal(x, scale).log_prob(x.tanh()) + x.new_ones(shape[0], shape[-1])
+
+    graphed = thunderfx(fn, backend=backend, dynamic=True)
+    for rows in (4, 4, 4, 5, 5, 5):
+        x, scale = torch.randn(rows, 1, device=device), torch.rand(3, device=device) + 1
+        near(graphed(x, scale), fn(x, scale), 1e-6)
+    assert not explain(graphed).outside and [r["replays"] for r in regions(graphed)] == [2, 2]
 
 
 def test_tensors_of_tensors(backend, device):

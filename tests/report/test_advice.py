@@ -699,6 +699,13 @@ def test_advice_for_a_graph_break_in_a_loop_of_which_dynamo_compiles_nothing():
     report = explain(better)
     assert len(report.traces[0].regions) == 1 and not (report.breaks or report.outside or report.causes)
 
+    def outer(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return looped(x, lengths)
+
+    called = thunderfx(outer, backend="tape")  # in which no operator comes before the call or after it
+    called(*inputs)
+    assert "so Dynamo compiles nothing of looped (test_advice.py:" in str(explain(called))
+
 
 class _BreaksTwice(torch.nn.Module):
     """In a loop of what it calls, and in one of its own: Dynamo goes on after the first, and not after the second."""

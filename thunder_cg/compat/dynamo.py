@@ -317,16 +317,25 @@ def break_behind(ended: Any) -> DynamoBreak:
     return DynamoBreak(None, ended.user_stack)
 
 
+def _has_no_graph(entry: Any) -> bool:
+    """Whether what Dynamo made of code calls none of its graphs, nor what comes after a graph break."""
+    return not any(name.startswith(("__compiled_fn", "__resume_at")) for name in entry.code.co_names)
+
+
 def resumed(backend: ThunderCompiler) -> Iterator[DynamoBreak]:
-    """Graph breaks that Dynamo goes on after with this backend, also those with no operator and so no graph before."""
+    """Graph breaks that Dynamo goes on after with this backend, also those with no operator and so no graph before.
+
+    What comes after is code of its own, unless it only returns what the line with the break does.
+    """
     codes = _codes()
     names = {(code.co_filename, code.co_name): code for code in codes}
     rests = ((code, rest) for code in codes if (rest := _RESUMED.fullmatch(code.co_name)) is not None)
     lines = {(code.co_filename, int(rest[2])) for code, rest in rests if _entries(code, backend)}
     for each in graph_break_reasons:
         found = break_behind(each)
-        if not lines.isdisjoint((frame.filename, frame.lineno) for frame in found.stack):
-            start = names.get((found.stack[0].filename, found.stack[0].name))
+        start = names.get((found.stack[0].filename, found.stack[0].name)) if found.stack else None
+        only_calls = start is not None and any(map(_has_no_graph, _entries(start, backend)))
+        if only_calls or not lines.isdisjoint((frame.filename, frame.lineno) for frame in found.stack):
             yield found._replace(function=_place_of(start, backend) if start is not None else "")
 
 

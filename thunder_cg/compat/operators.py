@@ -37,6 +37,11 @@ grouped_mm: tuple[Callable[..., torch.Tensor], ...] = tuple(
 )
 
 
+def is_tensor_of_sizes(function: Any) -> bool:
+    """Whether it is what Dynamo writes ``torch.tensor`` as where it gets sizes that vary."""
+    return function is getattr(sys.modules.get("torch._refs"), "tensor", ())
+
+
 def _overloads(function: Any) -> list[Any]:
     """Those of an operator of ``torch.ops``, or the one that it is; none of anything else."""
     if isinstance(function, torch._ops.OpOverloadPacket):

@@ -157,6 +157,11 @@ def is_cpu_scalar(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 0 and value.device.type == "cpu"
 
 
+def may_require_grad(tensor: torch.Tensor) -> bool:
+    """Whether it is of a dtype that autograd differentiates."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """The tensors among the leaves of a tree."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

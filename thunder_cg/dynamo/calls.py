@@ -178,8 +178,11 @@ def unfold_to_new_memory(node: Node) -> None:
 
 
 def take_part_to_new_memory(node: Node) -> None:
-    """``torch.real(x)``, where it has a gradient and ``x`` is complex."""
-    if has_another_derivative(node) and requires_grad(example(node)) and not _is_written(node):
+    """``torch.real(x)`` of complex numbers, where anything has a gradient: Thunder has none of it, or another one."""
+    if not has_another_derivative(node) or _is_written(node):
+        return
+    trains = any(requires_grad(example(each)) for each in node.graph.nodes)
+    if requires_grad(example(node)) or (trains and not is_returned_beside_another(node)):
         call_instead(node, operators.part_of_complex(operator_name(node)), *node.args)
 
 

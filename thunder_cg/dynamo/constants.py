@@ -119,10 +119,31 @@ def write_out(size: Node) -> None:
             number.meta = {**size.meta, **number.meta}
     if not isinstance(numbers, (list, tuple)) or any(user.op == "output" for user in size.users):
         return
+    _write_numbers(size, numbers)
+
+
+def _write_numbers(size: Node, numbers: Sequence[Any]) -> None:
     for user in [*size.users]:
         if user.target is operator.getitem and isinstance(user.args[1], (int, slice)):
             replace(user, numbers[user.args[1]])
     replace(size, (*numbers,))
+
+
+def write_broadcast_sizes(node: Node) -> None:
+    """``torch.broadcast_shapes(x.shape, y.shape)`` has at each place a size of one of them, and Dynamo knows of which.
+
+    Without a user, it checks what Dynamo has checked.
+    """
+    if not node.users:
+        node.graph.erase_node(node)
+        return
+    sizes, numbers = example(node) or (), list[Any]()
+    for i in range(1, len(sizes) + 1):
+        shapes = (shape for shape in node.args if isinstance(shape, (list, tuple)) and len(shape) >= i)
+        # As text: to compare sizes would make guards.
+        numbers[:0] = [n for shape in shapes if str(example(n := shape[-i])) == str(sizes[-i])][:1]
+    if sizes and len(numbers) == len(sizes) and not any(user.op == "output" for user in node.users):
+        _write_numbers(node, numbers)
 
 
 def size_at(tensor: Any, i: int, number: int | torch.SymInt, method: str = "size") -> Any:
@@ -140,6 +161,14 @@ def make_tensor(node: Node) -> None:
         _make_of_numbers(node)
     elif node.target is torch.as_tensor and isinstance(example(source), torch.Tensor) and not is_of_array(node):
         call_instead(node, torch.Tensor.to, source, result.device, result.dtype)
+
+
+def fill_with_size(node: Node) -> None:
+    """``torch.tensor(x.shape[0])`` is ``torch.full((), x.shape[0])`` where the size varies."""
+    size, result = node.args[0] if len(node.args) == 1 else None, example(node)
+    is_size = isinstance(size, Node) and isinstance(example(size), torch.SymInt)
+    if is_size and isinstance(result, torch.Tensor) and not node.kwargs.keys() - {"dtype", "device"}:
+        call_instead(node, torch.full, (), size, dtype=result.dtype, device=result.device)
 
 
 def store_at_tensors(node: Node) -> None:

@@ -41,7 +41,15 @@ from thunder_cg.compat.inductor import (
     name_of_kernel,
 )
 from thunder_cg.compat.splitter import fake_arguments, for_splitter
-from thunder_cg.compat.tensors import autograd_base, has_storage, is_cpu_scalar, is_wrapper, shares_storage, tree_leaves
+from thunder_cg.compat.tensors import (
+    autograd_base,
+    has_storage,
+    is_cpu_scalar,
+    is_wrapper,
+    may_require_grad,
+    shares_storage,
+    tree_leaves,
+)
 from thunder_cg.compat.thunder import call_untraced, outside_of_autograd, symbol_of_function, with_derivative
 from thunder_cg.dynamo.layouts import is_refused_lstm
 from thunder_cg.dynamo.operators import executor, in_layout
@@ -310,7 +318,7 @@ def _symbol(
     def like(value: torch.Tensor | None, tracked: bool) -> torch.Tensor | None:
         if value is None:
             return None
-        has_gradient = tracked and (value.is_floating_point() or value.is_complex())
+        has_gradient = tracked and may_require_grad(value)
         shape = at_sizes(value.shape, sizes)
         return torch.empty(shape, dtype=value.dtype, device=value.device, requires_grad=has_gradient)
 

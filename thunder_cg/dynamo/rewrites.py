@@ -23,8 +23,9 @@ from thunder_cg.compat.fx import (
     modes_of,
     without_gradient,
 )
+from thunder_cg.compat.operators import is_tensor_of_sizes
 from thunder_cg.compat.splitter import is_differentiable, is_supported
-from thunder_cg.compat.tensors import is_cpu_scalar, tensors_in, tree_leaves
+from thunder_cg.compat.tensors import is_cpu_scalar, may_require_grad, tensors_in, tree_leaves
 from thunder_cg.dynamo import autograd_functions, calls, constants, copies, in_place, own_symbols
 from thunder_cg.dynamo.layouts import LIKE, lay_out_before_strides, make_as_laid_out
 from thunder_cg.dynamo.nodes import call_instead, replace
@@ -47,7 +48,8 @@ _CALLS: dict[Any, Callable[[Node], None]] = {
     math.prod: calls.multiply_one_by_one,
     operator.getitem: constants.write_index,
     torch.cat: calls.drop_empty_parts,
-    **dict.fromkeys((torch.broadcast_shapes, torch.cuda.get_device_capability), _drop_unused),
+    torch.broadcast_shapes: constants.write_broadcast_sizes,
+    torch.cuda.get_device_capability: _drop_unused,
     torch.einsum: calls.pass_each_operand,
     **dict.fromkeys(("index_put", torch.index_put), copies.put_to_copy),
     **dict.fromkeys((torch.imag, torch.real), calls.take_part_to_new_memory),
@@ -89,6 +91,8 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
     for node in (node for node in nodes if node.op in ("call_function", "call_method")):
         if (write := _CALLS.get(node.target)) is not None:
             write(node)
+        elif is_tensor_of_sizes(node.target):
+            constants.fill_with_size(node)
         elif constants.is_size(node):
             constants.write_out(node)
         elif node.target is torch.ops.higher_order.autograd_function_apply and not is_checkpointed:
@@ -171,7 +175,7 @@ def _leave_out_of_backward(graph: Graph, transformed: frozenset[str], options: d
         inputs = example(node.all_input_nodes)
         is_call = node.op in ("call_function", "call_method") and node.name not in untracked
         has_gradient = any(map(requires_grad, tree_leaves(example(node))))
-        if not is_call or has_gradient or not any(tensor.is_floating_point() for tensor in tensors_in(inputs)):
+        if not is_call or has_gradient or not any(map(may_require_grad, tensors_in(inputs))):
             continue
         is_fresh = NEW in node.meta or not (written_by(node) or shares_memory(inputs, example(node)))
         if is_fresh and is_supported(node, options, with_gradient=False) and not is_differentiable(node, options):
