@@ -123,3 +123,32 @@ def test_in_a_step(backend, device):
         torch.testing.assert_close(step(x), eager(x))
     same([*model.parameters()], [*plain.parameters()])
     assert explain(step).replays > 0
+
+
+def test_a_number_that_positions_begin_at(backend, device):
+    """As that of a cache with a sliding window, which counts its tokens: its graph takes a tensor."""
+
+    def fn(x, first):
+        positions = first + torch.arange(4, device=x.device)
+        seen = positions[:, None] <= positions * 2 - first
+        return x * positions.cos() @ seen.to(x.dtype), positions, first + 4
+
+    graphed = thunderfx(fn, backend=backend)
+    for first in (5, 6, 7, 8, 2**40, 1, 0, -3):
+        x = torch.randn(4, 4, device=device, requires_grad=True)
+        (y, *others), (expected, *expected_others) = graphed(x, first), fn(x, first)
+        same([y.detach(), others], [expected.detach(), expected_others])
+        same(torch.autograd.grad(y.sum(), x), torch.autograd.grad(expected.sum(), x))
+    report = explain(graphed)
+    assert not report.outside and [trace.calls for trace in report.traces] == [1, 1, 7, 7]
+    assert [trace.regions[0].replays for trace in report.traces] == [0, 0, 6, 6], report
+
+
+def test_a_number_that_is_a_size_too(backend, device):
+    def fn(x, first):
+        return x[:first] * (torch.arange(4, device=x.device) + first)
+
+    graphed = thunderfx(fn, backend=backend)
+    for first in (5, 3, 4, 3, 4):
+        x = torch.randn(6, 4, device=device)
+        same(graphed(x, first), fn(x, first))

@@ -32,6 +32,7 @@ from thunder_cg.compat.thunder import no_autocast
 
 AUTOCAST_DTYPES = frozenset([torch.float32, torch.float16, torch.bfloat16])  # by autocast
 GET_DATA = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]  # what Dynamo makes of ``x.data``
+LOG_USAGE = torch._C._log_api_usage_once  # what a module calls where it is made, as in ``nn.SiLU()(x)``
 
 
 def example(value: Any) -> Any:

@@ -11,7 +11,7 @@ out: the same, with as few cuts as possible. A compiled function owns all that i
 - ``rewrites``: what is written differently in a graph of Dynamo's, so that Thunder can trace it: ``in_place`` what is
   written in place, ``constants`` what is known by then, ``calls`` names and arguments of operators, ``own_symbols``
   where a symbol of this package's is called, ``autograd_functions`` those of the user's. ``nodes`` changes a node.
-- ``numbers``: Python numbers that a graph returns, and that need no Thunder.
+- ``numbers``: Python numbers that a graph returns, and that need no Thunder, and those that it can take as tensors.
 - ``writes``: what a graph writes in place, and where the order of writes and reads counts.
 - ``layouts``: the strides that Dynamo saw, where they count.
 - ``operators``: operators of PyTorch that Thunder has no symbol for, or one that takes fewer arguments.

@@ -39,7 +39,7 @@ from thunder_cg.dynamo.fallbacks import objections
 from thunder_cg.dynamo.hooks import is_moved
 from thunder_cg.dynamo.layouts import keeping_layouts
 from thunder_cg.dynamo.nodes import copied
-from thunder_cg.dynamo.numbers import specialize_floats, take_out_numbers, take_out_numbers_of_parts
+from thunder_cg.dynamo.numbers import pass_as_tensors, specialize_floats, take_out_numbers, take_out_numbers_of_parts
 from thunder_cg.dynamo.pieces import join_pieces
 from thunder_cg.dynamo.rewrites import rewrite
 from thunder_cg.dynamo.sizes import SizesOfGraph, numbers_that_count
@@ -101,7 +101,7 @@ class Compiler(ThunderCompiler):
         try:
             specialize_floats(module)
             rewrite(module, self.thunder_options)
-            put_back = take_out_numbers(module)
+            put_back, with_tensors = take_out_numbers(module), pass_as_tensors(module)
             counted = numbers_that_count(module)
             compiled = self._split(module, objections(module, self.thunder_options), *inputs)
         except TensorifyScalarRestartAnalysis:
@@ -117,7 +117,7 @@ class Compiler(ThunderCompiler):
             except Exception:
                 self._note_failure(error, _line_of_operator(module, str(error)))
                 raise error from None
-            module, put_back, counted = as_it_was, _as_it_is, []
+            module, put_back, with_tensors, counted = as_it_was, _as_it_is, _as_it_is, []
         number = len(self.subgraph_infos) - 1
         self.inputs[number] = of_graph
         self._name_parts(names, of_modules)
@@ -127,7 +127,7 @@ class Compiler(ThunderCompiler):
                 problem = f"runs eagerly, as Inductor got it and no trace has it: {outside.reason}"
                 fix = outside.fix or "use an operator that Thunder traces"
                 raise CaptureError(where, problem, fix, option='strict="ops"')
-        whole = put_back(module if only_views else _called_directly(compiled))
+        whole = put_back(with_tensors(module if only_views else _called_directly(compiled)))
         if not (counted and self._may_leave_thunder(as_it_was)):
             return whole
         parts = self.subgraph_infos[-1].thunder_compiled_fns or ()

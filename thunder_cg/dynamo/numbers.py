@@ -5,6 +5,8 @@ Thunder, so it is computed beside the graph, and what is left of the graph often
 
 What Thunder differentiates returns tensors alone: it raises if there is a number among them. So one part of a graph
 gives another no number, which is computed beside the parts.
+
+Where a number is only added to positions, or compared with them, the graph gets a tensor instead.
 """
 
 from __future__ import annotations
@@ -12,11 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from thunder_cg.compat.dynamo_scope import specialize
-from thunder_cg.compat.fx import compute_again, operator_name
+from thunder_cg.compat.fx import compute_again, example, inside_transforms, on_examples, operator_name, symbols_of_sizes
 from thunder_cg.dynamo.nodes import is_number
 from thunder_cg.dynamo.writes import IN_PLACE
 
@@ -24,6 +27,7 @@ Compiled = Callable[..., Any]
 
 # What Thunder computes with a number that it does not know, of a tensor or of another number.
 _ARITHMETIC = {"add", "sub", "mul", "truediv", "div", "neg", "eq", "ne", "lt", "le", "gt", "ge"}
+_WITH_POSITIONS = _ARITHMETIC - {"truediv", "div", "neg"}  # integers and booleans, whatever the number is
 
 
 def specialize_floats(whole: GraphModule) -> None:
@@ -73,6 +77,42 @@ def take_out_numbers(module: GraphModule) -> Callable[[Compiled], Compiled]:
         return whole
 
     return put_back
+
+
+def pass_as_tensors(module: GraphModule) -> Callable[[Compiled], Compiled]:
+    """Has a graph take 0-dim tensors for numbers that meet only tensors of integers, as in ``torch.arange(4) + n``.
+
+    Returns what makes these tensors for the compiled graph, in each call.
+    """
+    sizes = symbols_of_sizes(*(node for node in module.graph.nodes if isinstance(example(node), torch.Tensor)))
+    transformed = inside_transforms(module.graph)
+    devices = dict[int, torch.device]()
+    for i, node in enumerate(module.graph.find_nodes(op="placeholder")):
+        if isinstance(example(node), torch.SymInt) and sizes.isdisjoint(symbols_of_sizes(node)):
+            others = [_positions(user, node) for user in node.users]
+            found = {other.device for other in others if other is not None}
+            if len(found) == 1 and None not in others and transformed.isdisjoint(user.name for user in node.users):
+                node.meta["example_value"] = on_examples(torch.Tensor.new_empty, (others[0], ()), {})
+                (devices[i],) = found
+
+    def with_tensors(compiled: Compiled) -> Compiled:
+        def whole(*inputs: Any) -> Any:
+            given = [*inputs]
+            for i, device in devices.items():
+                given[i] = torch.full((), inputs[i], dtype=torch.int64, device=device)
+            return compiled(*given)
+
+        return whole
+
+    return with_tensors if devices else lambda compiled: compiled
+
+
+def _positions(user: Node, number: Node) -> torch.Tensor | None:
+    """The tensor of integers that a number is added to, or the like; None if it is something else that is done."""
+    first, second = map(example, user.args) if len(user.args) == 2 else (None, None)
+    tensor = second if user.args[0] is number else first
+    is_of_integers = isinstance(tensor, torch.Tensor) and tensor.dtype is torch.int64 and tensor.dim() > 0
+    return tensor if is_of_integers and not user.kwargs and operator_name(user) in _WITH_POSITIONS else None
 
 
 def take_out_numbers_of_parts(whole: GraphModule) -> None:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from thunder_cg.compat.fx import (
     GET_DATA,
+    LOG_USAGE,
     checkpoints,
     compute_with_grad_mode,
     drop_switches_of_saved_tensor_hooks,
@@ -49,7 +50,7 @@ _CALLS: dict[Any, Callable[[Node], None]] = {
     operator.getitem: constants.write_index,
     torch.cat: calls.drop_empty_parts,
     torch.broadcast_shapes: constants.write_broadcast_sizes,
-    torch.cuda.get_device_capability: _drop_unused,
+    **dict.fromkeys((torch.cuda.get_device_capability, LOG_USAGE), _drop_unused),
     torch.einsum: calls.pass_each_operand,
     **dict.fromkeys(("index_put", torch.index_put), copies.put_to_copy),
     **dict.fromkeys((torch.imag, torch.real), calls.take_part_to_new_memory),
