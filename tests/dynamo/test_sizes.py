@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 
+import pytest
 import torch
 from support import replays, same
 from torch import nn
@@ -152,3 +153,17 @@ def test_a_number_that_is_a_size_too(backend, device):
     for first in (5, 3, 4, 3, 4):
         x = torch.randn(6, 4, device=device)
         same(graphed(x, first), fn(x, first))
+
+
+@pytest.mark.parametrize("combine", [torch.add, torch.mul, torch.lt, lambda p, n: n - p])
+def test_a_number_that_no_tensor_of_integers_holds(backend, device, combine):
+    """PyTorch wraps it: its bits are those of a negative number."""
+
+    def fn(positions, number):
+        return combine(positions, number) * 2
+
+    graphed = thunderfx(fn, backend=backend)
+    positions = torch.arange(4, device=device)
+    for number in (5, 6, 7, 2**63 - 1, 2**63, 2**64 - 1, 8, -(2**63)):
+        same(graphed(positions, number), fn(positions, number))
+    assert not explain(graphed).outside

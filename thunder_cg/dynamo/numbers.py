@@ -11,6 +11,7 @@ Where a number is only added to positions, or compared with them, the graph gets
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,15 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from thunder_cg.compat.dynamo_scope import specialize
-from thunder_cg.compat.fx import compute_again, example, inside_transforms, on_examples, operator_name, symbols_of_sizes
+from thunder_cg.compat.fx import (
+    called_function,
+    compute_again,
+    example,
+    inside_transforms,
+    on_examples,
+    operator_name,
+    symbols_of_sizes,
+)
 from thunder_cg.dynamo.nodes import is_number
 from thunder_cg.dynamo.writes import IN_PLACE
 
@@ -27,7 +36,13 @@ Compiled = Callable[..., Any]
 
 # What Thunder computes with a number that it does not know, of a tensor or of another number.
 _ARITHMETIC = {"add", "sub", "mul", "truediv", "div", "neg", "eq", "ne", "lt", "le", "gt", "ge"}
-_WITH_POSITIONS = _ARITHMETIC - {"truediv", "div", "neg"}  # integers and booleans, whatever the number is
+# Integers and booleans, whatever the number is. By the function: one of the user's may have such a name, too.
+_WITH_POSITIONS = frozenset(
+    getattr(of, name)
+    for name in _ARITHMETIC - {"truediv", "div", "neg"}
+    for of in (operator, torch, torch.Tensor)
+    if hasattr(of, name)
+)
 
 
 def specialize_floats(whole: GraphModule) -> None:
@@ -98,8 +113,10 @@ def pass_as_tensors(module: GraphModule) -> Callable[[Compiled], Compiled]:
     def with_tensors(compiled: Compiled) -> Compiled:
         def whole(*inputs: Any) -> Any:
             given = [*inputs]
+            # PyTorch adds larger ones, too, but makes no such tensor of them: Thunder compiles for each.
             for i, device in devices.items():
-                given[i] = torch.full((), inputs[i], dtype=torch.int64, device=device)
+                if inputs[i].bit_length() < 64:
+                    given[i] = torch.full((), inputs[i], dtype=torch.int64, device=device)
             return compiled(*given)
 
         return whole
@@ -112,7 +129,7 @@ def _positions(user: Node, number: Node) -> torch.Tensor | None:
     first, second = map(example, user.args) if len(user.args) == 2 else (None, None)
     tensor = second if user.args[0] is number else first
     is_of_integers = isinstance(tensor, torch.Tensor) and tensor.dtype is torch.int64 and tensor.dim() > 0
-    return tensor if is_of_integers and not user.kwargs and operator_name(user) in _WITH_POSITIONS else None
+    return tensor if is_of_integers and not user.kwargs and called_function(user) in _WITH_POSITIONS else None
 
 
 def take_out_numbers_of_parts(whole: GraphModule) -> None:
