@@ -38,7 +38,7 @@ def rows(jfn):
     return sum("linear_of_one_row" in sub.name for op in ops for sub in op.subs)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.nightly)])
 def test_a_token(transform, device, dtype):
     torch.manual_seed(0)
     model = Decoder().to(device, dtype).requires_grad_(False)
