@@ -59,7 +59,7 @@ def test_a_token(transform, device, dtype):
 def test_training_with_one_row(transform, device):
     """Derivatives are Thunder's."""
     torch.manual_seed(0)
-    model = Decoder().to(device, torch.bfloat16)
+    model = nn.Sequential(nn.Linear(64, 96), nn.SiLU(), nn.Linear(96, 8)).to(device, torch.bfloat16)
     twin, graphed = copy.deepcopy(model), copy.deepcopy(model)
     plain = thunder.jit(twin, executors=thunder_cg.executors())
     captured = thunder.jit(graphed, executors=thunder_cg.executors(), transforms=[transform()])
@@ -67,7 +67,7 @@ def test_training_with_one_row(transform, device):
         x = torch.randn(1, 64, device=device, dtype=torch.bfloat16)
         for each in (model, plain, captured):
             each.zero_grad()
-            sum(result.float().square().sum() for result in each(x)).backward()
+            each(x).float().square().sum().backward()
         same_state(twin, graphed)
         for mine, theirs in zip(graphed.parameters(), model.parameters()):
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=0.02, atol=0.02 * theirs.grad.abs().max().item())
