@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
 import torch
+from support import usual_step
 from test_step_reads import make_step, state_of
 
 from thunder_cg import explain
@@ -189,19 +191,7 @@ def test_a_package_that_counts(step_twins, package):
 def test_an_optimizer_of_a_package_that_counts(step_twins, package):
     """Whatever its options are, the number is in Python."""
 
-    def make(model):
-        optimizer = package.Lookahead(model.parameters(), lr=0.1)
-
-        def step(x, y):
-            optimizer.zero_grad()
-            loss = torch.nn.functional.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        return step
-
-    step = step_twins.train(make, 12)
+    step = step_twins.train(partial(usual_step, make=partial(package.Lookahead, lr=0.1)), 12)
     assert step.replays == 0
     last = [*step.in_python][-1]
     assert "'looks'] changed" in last and "; take another optimizer than Lookahead, such as AdamW" in last, last

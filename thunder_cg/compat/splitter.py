@@ -25,7 +25,7 @@ from thunder_cg.compat.fx import (
     trains_on_dtensors,
     without_gradient,
 )
-from thunder_cg.compat.tensors import may_require_grad, tree_flatten
+from thunder_cg.compat.tensors import is_inexact, tree_flatten
 from thunder_cg.errors import SkipReason
 
 _FALLBACKS = frozenset(utils.auto_register_ops)  # PyTorch's functions that Thunder calls as they are
@@ -79,7 +79,7 @@ def is_differentiable(node: Node, options: dict[str, Any]) -> bool:
 
     def tracked(source: Node) -> Node:
         value, copied = example(source), graph.placeholder(source.name)
-        is_float = isinstance(value, torch.Tensor) and may_require_grad(value)
+        is_float = isinstance(value, torch.Tensor) and is_inexact(value)
         copied.meta["example_value"] = value.detach().requires_grad_() if is_float else value
         return copied
 

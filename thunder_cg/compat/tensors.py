@@ -126,17 +126,16 @@ def path_of_leaf(spec: Any, position: int) -> str:
     """``"[0]['x']"``: where a leaf is in a tree. No container is made for that: its class may check what it gets."""
     path = ""
     while spec.type is not None:
-        i, kind, context = 0, spec.type, spec.context
-        while position >= spec.children()[i].num_leaves:
-            position -= spec.children()[i].num_leaves
+        kind, context = spec.type, spec.context[1] if spec.type is defaultdict else spec.context
+        i, children = 0, spec.children()
+        while position >= children[i].num_leaves:
+            position -= children[i].num_leaves
             i += 1
-        if kind is defaultdict:
-            _, context = context
         if kind is namedtuple:
             path += f".{context._fields[i]}"
         else:
             path += f"[{context[i]!r}]" if kind in (dict, OrderedDict, defaultdict) else f"[{i}]"
-        spec = spec.children()[i]
+        spec = children[i]
     return path
 
 
@@ -157,8 +156,8 @@ def is_cpu_scalar(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 0 and value.device.type == "cpu"
 
 
-def may_require_grad(tensor: torch.Tensor) -> bool:
-    """Whether it is of a dtype that autograd differentiates."""
+def is_inexact(tensor: torch.Tensor) -> bool:
+    """Whether it has floating-point or complex numbers, the only ones that autograd differentiates."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 

@@ -25,7 +25,7 @@ from thunder_cg.compat.fx import (
 )
 from thunder_cg.compat.splitter import for_splitter
 from thunder_cg.compat.tensors import tree_leaves
-from thunder_cg.dynamo.nodes import call_before, call_instead, is_number, replace, result_of
+from thunder_cg.dynamo.nodes import call_before, call_instead, drop_unused, is_number, replace, result_of
 from thunder_cg.dynamo.writes import DRAWS, shares_memory, written_by
 
 _SLICES = 8  # up to as many, a list of numbers is written as slices
@@ -117,12 +117,14 @@ def write_out(size: Node) -> None:
             numbers = [size_at(size.args[0], i, number, method) for i, number in enumerate(example(size))]
         for number in (each for each in numbers if isinstance(each, Node)):
             number.meta = {**size.meta, **number.meta}
-    if not isinstance(numbers, (list, tuple)) or any(user.op == "output" for user in size.users):
-        return
-    _write_numbers(size, numbers)
+    if isinstance(numbers, (list, tuple)):
+        _write_numbers(size, numbers)
 
 
 def _write_numbers(size: Node, numbers: Sequence[Any]) -> None:
+    """Puts these in the place of sizes, unless the graph returns them."""
+    if any(user.op == "output" for user in size.users):
+        return
     for user in [*size.users]:
         if user.target is operator.getitem and isinstance(user.args[1], (int, slice)):
             replace(user, numbers[user.args[1]])
@@ -134,16 +136,15 @@ def write_broadcast_sizes(node: Node) -> None:
 
     Without a user, it checks what Dynamo has checked.
     """
-    if not node.users:
-        node.graph.erase_node(node)
-        return
     sizes, numbers = example(node) or (), list[Any]()
     for i in range(1, len(sizes) + 1):
         shapes = (shape for shape in node.args if isinstance(shape, (list, tuple)) and len(shape) >= i)
         # As text: to compare sizes would make guards.
         numbers[:0] = [n for shape in shapes if str(example(n := shape[-i])) == str(sizes[-i])][:1]
-    if sizes and len(numbers) == len(sizes) and not any(user.op == "output" for user in node.users):
+    if sizes and len(numbers) == len(sizes):
         _write_numbers(node, numbers)
+    else:
+        drop_unused(node)
 
 
 def size_at(tensor: Any, i: int, number: int | torch.SymInt, method: str = "size") -> Any:
@@ -236,8 +237,7 @@ def write_constants(graph: Graph, transformed: frozenset[str]) -> None:
             values = {**{arg: arg for arg in user.all_input_nodes}, node: number}
             user.args, user.kwargs = (map_arg(each, values.__getitem__) for each in (user.args, user.kwargs))
         call_instead(node, torch.full, (), number, dtype=constant.dtype, device=constant.device)
-        if not node.users:
-            graph.erase_node(node)
+        drop_unused(node)
 
 
 def _takes_number(user: Node, constant: Node, number: Any) -> bool:

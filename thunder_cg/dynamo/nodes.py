@@ -61,6 +61,12 @@ def replace(node: Node, value: Any) -> None:
     node.graph.erase_node(node)
 
 
+def drop_unused(node: Node) -> None:
+    """Drops a node that nothing takes the result of."""
+    if not node.users:
+        node.graph.erase_node(node)
+
+
 def later(node: Node) -> set[Node]:
     """The nodes of the graph that come after this one."""
     nodes = [*node.graph.nodes]

@@ -45,8 +45,8 @@ from thunder_cg.compat.tensors import (
     autograd_base,
     has_storage,
     is_cpu_scalar,
+    is_inexact,
     is_wrapper,
-    may_require_grad,
     shares_storage,
     tree_leaves,
 )
@@ -318,7 +318,7 @@ def _symbol(
     def like(value: torch.Tensor | None, tracked: bool) -> torch.Tensor | None:
         if value is None:
             return None
-        has_gradient = tracked and may_require_grad(value)
+        has_gradient = tracked and is_inexact(value)
         shape = at_sizes(value.shape, sizes)
         return torch.empty(shape, dtype=value.dtype, device=value.device, requires_grad=has_gradient)
 

@@ -26,17 +26,11 @@ from thunder_cg.compat.fx import (
 )
 from thunder_cg.compat.operators import is_tensor_of_sizes
 from thunder_cg.compat.splitter import is_differentiable, is_supported
-from thunder_cg.compat.tensors import is_cpu_scalar, may_require_grad, tensors_in, tree_leaves
+from thunder_cg.compat.tensors import is_cpu_scalar, is_inexact, tensors_in, tree_leaves
 from thunder_cg.dynamo import autograd_functions, calls, constants, copies, in_place, own_symbols
 from thunder_cg.dynamo.layouts import LIKE, lay_out_before_strides, make_as_laid_out
-from thunder_cg.dynamo.nodes import call_instead, replace
+from thunder_cg.dynamo.nodes import call_instead, drop_unused, replace
 from thunder_cg.dynamo.writes import DRAWS, NEW, requires_grad, shares_memory, written_by
-
-
-def _drop_unused(node: Node) -> None:
-    if not node.users:  # Dynamo has used its result already
-        node.graph.erase_node(node)
-
 
 # What is done with a call, by its function or the name of its method.
 _CALLS: dict[Any, Callable[[Node], None]] = {
@@ -50,7 +44,7 @@ _CALLS: dict[Any, Callable[[Node], None]] = {
     operator.getitem: constants.write_index,
     torch.cat: calls.drop_empty_parts,
     torch.broadcast_shapes: constants.write_broadcast_sizes,
-    **dict.fromkeys((torch.cuda.get_device_capability, LOG_USAGE), _drop_unused),
+    **dict.fromkeys((torch.cuda.get_device_capability, LOG_USAGE), drop_unused),  # Dynamo has used it
     torch.einsum: calls.pass_each_operand,
     **dict.fromkeys(("index_put", torch.index_put), copies.put_to_copy),
     **dict.fromkeys((torch.imag, torch.real), calls.take_part_to_new_memory),
@@ -176,7 +170,7 @@ def _leave_out_of_backward(graph: Graph, transformed: frozenset[str], options: d
         inputs = example(node.all_input_nodes)
         is_call = node.op in ("call_function", "call_method") and node.name not in untracked
         has_gradient = any(map(requires_grad, tree_leaves(example(node))))
-        if not is_call or has_gradient or not any(map(may_require_grad, tensors_in(inputs))):
+        if not is_call or has_gradient or not any(map(is_inexact, tensors_in(inputs))):
             continue
         is_fresh = NEW in node.meta or not (written_by(node) or shares_memory(inputs, example(node)))
         if is_fresh and is_supported(node, options, with_gradient=False) and not is_differentiable(node, options):

@@ -39,4 +39,5 @@ def _has_one_row(a: Any, weight: Any, bias: Any = None) -> bool:
 
 
 linear = fused_executor.register_operator("linear_of_one_row", meta=_meta, fn=_run, tags=[compat.OpTags.MATMUL_OP])
+# By name: what Thunder has for PyTorch's function is no symbol, but calls one or that of distributed tensors.
 fused_executor.register_implementation("torch.nn.functional.linear", linear, checker=_has_one_row)

@@ -25,7 +25,7 @@ from thunder_cg.analysis.ops import Op, gradients_in
 from thunder_cg.analysis.partition import Region
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.compiled import computation_and_inputs
-from thunder_cg.compat.tensors import tree_map_only
+from thunder_cg.compat.tensors import is_inexact, tree_map_only
 from thunder_cg.executor import executor
 from thunder_cg.report.programs import failed_calls, jitted_parts, locate, that_counts
 from thunder_cg.report.state import state_kept
@@ -158,7 +158,7 @@ def _gradients(results: Sequence[Any], backward: Program) -> Iterator[torch.Tens
     known = [*backward.layouts()][-1:]
     layouts = [known[0].get(name) for name in gradients_in(backward.ops.ops)] if known else []
     for value, layout in zip(results, layouts if len(layouts) == len(results) else [None] * len(results)):
-        if not (isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())):
+        if not (isinstance(value, torch.Tensor) and is_inexact(value)):
             yield None
         elif layout and layout[0] == value.shape:
             gradient = torch.empty_strided(*layout[:2], dtype=value.dtype, device=value.device)

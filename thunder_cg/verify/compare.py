@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from thunder_cg.compat.tensors import is_inexact
+
 _SPREADS = 4  # how many times the spread of the eager runs is tolerated
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -75,7 +77,7 @@ def is_tolerable(eagers: Sequence[Any], graphs: Sequence[Any], ignored: torch.Te
             unlike &= ~(ignored & (bits(value) != ones(value)))
     if not unlike.any():
         return True
-    if not (eager.is_floating_point() or eager.is_complex()):
+    if not is_inexact(eager):
         return False
     if all(same(value, eager) for value in eagers) or all(same(value, graph) for value in graphs):
         return False

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from thunder_cg.compat.tensors import is_inexact
 from thunder_cg.runtime.backend import Backend, Graph, Pool, sentinels
 from thunder_cg.runtime.inputs import MakeBuffers, detached, with_buffers
 from thunder_cg.runtime.region import RuntimeRegion
@@ -42,13 +43,13 @@ def hash_values(device: torch.device, *values: Any) -> torch.Tensor:
     Integers beside floating-point values have lenient hashes: they are seeds and the like, which an op may never write.
     A lenient hash counts only if the op does write the value.
     """
-    any_float = any(isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)
+    any_float = any(isinstance(v, torch.Tensor) and is_inexact(v) for v in values)
     none = torch.full((), NO_HASH, dtype=torch.int64, device=device)
     pairs = [(none, none)]
     for value in values:
         if not isinstance(value, torch.Tensor) or value.device != device:
             pairs.append((none, none))
-        elif any_float and not (value.is_floating_point() or value.is_complex()):
+        elif any_float and not is_inexact(value):
             pairs.append((none, hash_tensor(value)))
         else:
             pairs.append((hash_tensor(value), none))
