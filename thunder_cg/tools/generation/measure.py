@@ -21,7 +21,7 @@ from thunder_cg.compat.torch_compile import forget_dynamic_sizes
 from thunder_cg.kernels import executors
 from thunder_cg.report.report import explain
 from thunder_cg.tools.bench.variants import EAGER, OURS, OURS_FUSED, REDUCE_OVERHEAD, THUNDER, THUNDER_OWN
-from thunder_cg.tools.generation.models import LITGPT, Compile, GeneratingModel
+from thunder_cg.tools.generation.models import TRANSFORMERS, Compile, GeneratingModel
 from thunder_cg.tools.measuring import backend_of, free_memory, frozen_objects, synchronize
 from thunder_cg.tools.suite.language import vocabulary
 from thunder_cg.tools.suite.measure import make_model
@@ -175,7 +175,7 @@ def _compiler(variant: str, entry: GeneratingModel, device: torch.device) -> Com
         return lambda fn: fn
     if variant == REDUCE_OVERHEAD:
         return None
-    if entry.package == LITGPT:
+    if entry.package != TRANSFORMERS:
         return lambda model: thunder.jit(model, **options[variant])
     from thunder_cg.dynamo.compiler import compile_with  # it is slow to import
 

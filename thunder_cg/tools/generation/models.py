@@ -1,4 +1,4 @@
-"""The models: those of Transformers with its `generate` and a static cache, those of LitGPT with its own."""
+"""The models: of Transformers, with its `generate` and a static cache; of LitGPT, with its own; the demo's."""
 
 from __future__ import annotations
 
@@ -11,10 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from thunder_cg.tools.bench.models import optional
-from thunder_cg.tools.suite.language import GROUPED, LLAMA, NARROW_GPT2, QWEN, Sizes, hugging_face, litgpt_decoder
+from thunder_cg.tools.demo import CharacterGPT, Decoder, settings_for
+from thunder_cg.tools.suite.language import (
+    GROUPED,
+    LLAMA,
+    NARROW_GPT2,
+    QWEN,
+    Sizes,
+    hugging_face,
+    litgpt_decoder,
+    vocabulary,
+)
 
 Compile = Callable[[Any], Any]
-TRANSFORMERS, LITGPT = "transformers", "litgpt"
+TRANSFORMERS, LITGPT, DEMO = "transformers", "litgpt", "thunder_cg"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +95,32 @@ def _litgpt_generate(model: Any, prompt: Tensor, new: int) -> Tensor:
     return found.unsqueeze(0)
 
 
+# ------------------------------------------------------------------------------------------------------- the demo
+
+
+class _GreedyDecoder(Decoder):
+    def forward(self, token: Tensor, position: Tensor) -> Tensor:
+        """The most likely token after `token`, int64, (1,)."""
+        return self.logits(token, position).flatten().argmax(0, keepdim=True)
+
+
+def _demo(tiny: bool) -> Decoder:
+    settings = settings_for(torch.device("cpu" if tiny else "cuda"))
+    return _GreedyDecoder(CharacterGPT(settings, vocabulary(tiny)), settings)
+
+
+def _demo_generate(model: Any, prompt: Tensor, new: int) -> Tensor:
+    """The prompt, too, is read token by token."""
+    position = torch.zeros(1, dtype=torch.int64, device=prompt.device)
+    tokens = [*prompt[0].split(1)]
+    for place in range(prompt.shape[1] + new - 1):
+        token = model(tokens[place], position)
+        position += 1
+        if place >= prompt.shape[1] - 1:
+            tokens.append(token.clone())  # reduce-overhead writes the next one there
+    return torch.cat(tokens).unsqueeze(0)
+
+
 _ENTRIES = (
     _hugging_face("Llama 3.2 1B", 1, "LlamaForCausalLM", GROUPED, LLAMA),
     _hugging_face("Llama 3.2 1B", 8, "LlamaForCausalLM", GROUPED, LLAMA),
@@ -95,6 +131,7 @@ _ENTRIES = (
     _litgpt("pythia-160m"),
     _litgpt("Llama-3.2-1B"),
     _litgpt("Qwen3-0.6B"),
+    GeneratingModel("Decoder of the demo", DEMO, _demo, _compile_model, _demo_generate),
 )
 
 MODELS: Mapping[str, GeneratingModel] = {entry.name: entry for entry in _ENTRIES}
