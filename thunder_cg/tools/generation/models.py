@@ -98,15 +98,19 @@ def _litgpt_generate(model: Any, prompt: Tensor, new: int) -> Tensor:
 # ------------------------------------------------------------------------------------------------------- the demo
 
 
-class _GreedyDecoder(Decoder):
+class _GreedyDecoder(nn.Module):
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+
     def forward(self, token: Tensor, position: Tensor) -> Tensor:
         """The most likely token after `token`, int64, (1,)."""
-        return self.logits(token, position).flatten().argmax(0, keepdim=True)
+        return self.decoder.logits(token, position).flatten().argmax(0, keepdim=True)
 
 
-def _demo(tiny: bool) -> Decoder:
+def _demo(tiny: bool) -> nn.Module:
     settings = settings_for(torch.device("cpu" if tiny else "cuda"))
-    return _GreedyDecoder(CharacterGPT(settings, vocabulary(tiny)), settings)
+    return _GreedyDecoder(Decoder(CharacterGPT(settings, vocabulary(tiny)), settings))
 
 
 def _demo_generate(model: Any, prompt: Tensor, new: int) -> Tensor:
