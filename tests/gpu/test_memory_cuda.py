@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 
 import pytest
 import thunder
@@ -165,6 +167,36 @@ def test_workspaces_go_with_the_last_model(quiet):
         same(expected[1], models[0](x).detach())
     del models[0]
     assert reserved() <= before + 2 * MB
+
+
+def test_a_first_warm_up_has_workspaces_where_tensors_were(quiet):
+    """In a process of its own, in which nothing else runs that could need them."""
+    code = """
+import thunder, torch
+from thunder_cg import cudagraph_transform
+from thunder_cg.runtime.cuda.streams import CaptureStream
+
+def fn(x, w):
+    return torch.relu(x * 2).sum(0, keepdim=True)[:, :4096] @ w
+
+x, w = torch.randn(512, 65536, device="cuda"), torch.randn(4096, 4096, device="cuda")
+plain, jitted = thunder.jit(fn), thunder.jit(fn, transforms=[cudagraph_transform()])
+peaks, results = [], []
+for each in (plain, jitted):
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    results.append(each(x, w))
+    peaks.append(torch.cuda.max_memory_reserved())
+assert CaptureStream._cleared == 1
+assert peaks[1] <= peaks[0] + 6 * 2**20, peaks
+for _ in range(4):
+    results.append(jitted(x, w))
+assert all(torch.equal(results[0], each) for each in results)
+assert CaptureStream._cleared == 1 and sum(each.workspace_nbytes() for each in CaptureStream._all) > 2**20
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_workspaces_stay_while_somebody_else_has_graphs(quiet):

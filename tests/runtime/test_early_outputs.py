@@ -98,7 +98,7 @@ def test_gradients_are_not_all_in_the_arena_at_once(monkeypatch, early):
     most = {}
     early_copier = tape.EarlyCopier
 
-    def warm_up(self, fn, args):
+    def warm_up(self, fn, args, workspaces_inside):
         outside = []
 
         def send(tensors):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager
 from functools import partial
 
@@ -131,7 +132,7 @@ def test_pools_that_are_gone_are_forgotten(fake):
     streams.own_pools.update((7, 8))
     fake.foreign_pools.add(8)  # of a step that is gone, and in whose capture autograd made a workspace
     stream.give_back()
-    assert fake.cleared == 1 and streams.own_pools == {1, 8}
+    assert fake.cleared == 1 and streams.own_pools == {8}
 
 
 @pytest.mark.parametrize(
@@ -171,3 +172,68 @@ def test_graphs_of_others(monkeypatch):
     assert not cuda.has_foreign_graphs()
     found.append(graph())
     assert cuda.has_foreign_graphs()
+
+
+def warm_up(stream, meanwhile=lambda: None):
+    """Whether the workspaces of a warm-up were in its own memory, and were freed at its end."""
+    before = CaptureStream._cleared
+    with stream.workspaces(may_be_inside=True):
+        is_inside = stream.workspace_nbytes() == 0
+        meanwhile()
+    return is_inside, CaptureStream._cleared - before
+
+
+def test_a_warm_up_before_the_first_capture_has_workspaces_in_its_own_memory(fake):
+    stream = CaptureStream.take(0)
+    streams.own_pools.add(5)  # an arena's, which is empty as yet
+    assert warm_up(stream) == (True, 1) and fake.cleared == 1
+    assert 5 in streams.own_pools
+    with pytest.raises(ValueError, match="fails"), stream.workspaces(may_be_inside=True):
+        raise ValueError("fails")
+    assert fake.cleared == 2 and fake.pools == {}
+    with stream.workspaces():  # of a capture
+        assert stream.workspace_nbytes() == 32
+    assert warm_up(stream) == (False, 0) and fake.cleared == 2
+
+
+def test_a_capture_in_a_warm_up_has_workspaces_of_its_own(fake):
+    stream, seen = CaptureStream.take(0), []
+
+    def capture():
+        with stream.workspaces():
+            seen.append((fake.cleared, stream.workspace_nbytes()))
+
+    assert warm_up(stream, capture) == (True, 1)
+    assert seen == [(1, 32)] and fake.cleared == 1
+
+
+@pytest.mark.parametrize("why", ["graphs of others", "their memory", "another arena", "another thread", "a backward"])
+def test_workspaces_are_apart_where_freeing_them_could_harm_somebody(fake, monkeypatch, why):
+    stream, wait = CaptureStream.take(0), threading.Event()
+    thread = threading.Thread(target=wait.wait)
+    if why == "graphs of others":
+        fake.has_foreign_graphs = True
+    elif why == "their memory":
+        fake.foreign_pools.add(9)
+    elif why == "another arena":
+        fake.current = FakeStream(8)
+        CaptureStream.take(0)
+    elif why == "another thread":
+        thread.start()
+    else:
+        monkeypatch.setattr(streams, "in_backward", lambda: True)
+    try:
+        assert warm_up(stream) == (False, 0) and fake.cleared == 0
+    finally:
+        wait.set()
+        if thread.ident:
+            thread.join()
+
+
+def test_workspaces_stay_in_memory_if_a_graph_appears_meanwhile(fake):
+    stream = CaptureStream.take(0)
+
+    def capture():
+        fake.has_foreign_graphs = True
+
+    assert warm_up(stream, capture) == (True, 0) and fake.cleared == 0

@@ -16,7 +16,9 @@ Note [Counts of references]
 from __future__ import annotations
 
 import gc
+import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -91,3 +93,14 @@ def _steps(kinds: set[int], get: Callable[..., list[Any]], args: Sequence[Any]) 
     objects, same = chain.from_iterable(lists), chain.from_iterable(lists)
     selected = compress(chain(objects, (None,)), map(kinds.__contains__, map(id, map(type, same))))
     return chain(map(lists.append, starmap(get, (args,))), selected, map(list.clear, (lists,)))
+
+
+def modules_of_threads() -> set[str]:
+    """Of each other thread of Python, the module of what it runs; "threading" if that is a builtin function."""
+    found = set()
+    for thread, frame in sys._current_frames().items():
+        if thread != threading.get_ident():
+            # The first call that is not of `threading` is that of the thread's target.
+            modules = [each.f_globals.get("__name__", "") for each, _ in traceback.walk_stack(frame)]
+            found.add(next((name for name in reversed(modules) if name != threading.__name__), threading.__name__))
+    return found

@@ -95,11 +95,12 @@ class Pool(Protocol):
     def memory(self, nbytes: int) -> torch.Tensor:
         """``nbytes`` bytes of the pool, as a flat ``uint8`` tensor that owns them."""
 
-    def warm_up(self, fn: Function, args: Sequence[Any]) -> Sequence[Any]:
+    def warm_up(self, fn: Function, args: Sequence[Any], workspaces_inside: bool = False) -> Sequence[Any]:
         """Runs ``fn`` for real, with its memory in the pool, so that a capture after it can have the same memory.
 
         ``fn`` gets an `EarlyCopier` as its last argument, whose copies are outside of the pool. If memory runs out, the
-        generators are set back, so that ``fn`` can be tried again.
+        generators are set back, so that ``fn`` can be tried again. With ``workspaces_inside``, those of libraries may
+        be in the pool as long as ``fn`` runs.
         """
 
     def capture(

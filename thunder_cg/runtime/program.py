@@ -489,6 +489,11 @@ class Program:
     def _is_inference(self) -> bool:
         return self.kind == "forward" and self.pair.call_memory is None  # a backward may have a pair of its own
 
+    @property
+    def may_hold_workspaces(self) -> bool:
+        """Whether a warm-up may have workspaces of libraries in its arena: a budget would count them."""
+        return self._is_inference and self.options.memory_budget is None
+
     @cached_property
     def gives_large(self) -> bool:
         """Whether results are large enough to be lent, and may be. See Note [Lent results]."""

@@ -300,7 +300,7 @@ class RuntimeRegion:
                 aliased = self.aliased_inputs(taken, in_pool)
                 lends = call.mode is Mode.WARMUP and self.lends_results(call)
                 lending = Lending(call.memory, pool) if lends else None
-                produced = list(pool.warm_up(function, [taken]))
+                produced = list(pool.warm_up(function, [taken], call.program.may_hold_workspaces))
                 break
             except Exception as error:
                 if not began:

@@ -538,7 +538,7 @@ class TapePool:
         self._given.discard(storage_id(tensor))  # of a storage that has gone
         return tensor
 
-    def warm_up(self, fn: Function, args: Sequence[Any]) -> Sequence[Any]:
+    def warm_up(self, fn: Function, args: Sequence[Any], workspaces_inside: bool = False) -> Sequence[Any]:
         generator = torch.get_rng_state()
         self._note_given(args)
         try:

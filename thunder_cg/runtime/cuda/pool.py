@@ -160,15 +160,19 @@ class CudaPool:
         self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()  # of this private pool
 
     @contextmanager
-    def _on_capture_stream(self) -> Iterator[torch.cuda.Stream]:
-        """The capture stream, ordered after the caller's stream, which is yielded, and the caller's stream after it."""
+    def _on_capture_stream(self, workspaces_inside: bool = False) -> Iterator[torch.cuda.Stream]:
+        """The capture stream, ordered after the caller's stream, which is yielded, and the caller's stream after it.
+
+        Args:
+            workspaces_inside: its workspaces may be in the private pool meanwhile.
+        """
         current = torch.cuda.current_stream(self._index)
         with torch.cuda.device(self._index), self._capture_stream.lock:
             self._capture_stream.order.follow()
             # Captures run kernels, too, which set seed and offset, and so may the making of workspaces.
             self._capture_stream.stream.wait_stream(current)
-            self._capture_stream.prepare()
-            with torch.cuda.stream(self._capture_stream.stream):
+            workspaces = self._capture_stream.workspaces(may_be_inside=workspaces_inside)
+            with workspaces, torch.cuda.stream(self._capture_stream.stream):
                 try:
                     yield current
                 finally:
@@ -196,11 +200,12 @@ class CudaPool:
         with stream.lock, torch.cuda.stream(stream.stream), cuda.use_pool(self._index, pool.id):
             return torch.UntypedStorage(nbytes, device=torch.device("cuda", self._index))
 
-    def warm_up(self, fn: Function, args: Sequence[Any]) -> Sequence[Any]:
+    def warm_up(self, fn: Function, args: Sequence[Any], workspaces_inside: bool = False) -> Sequence[Any]:
+        inside = workspaces_inside and self.nbytes() <= LEAST_SEGMENT  # else they would split a larger first segment
         generator = torch.cuda.get_rng_state(self._index)
         try:
             # Note [Warm-up inside the pool]. The lock, because a draw is an error while another thread captures.
-            with capture_lock, self._on_capture_stream() as current, self._with_free_cache():
+            with capture_lock, self._on_capture_stream(inside) as current, self._with_free_cache():
                 copy = partial(self._copy_to_caller, current)
                 copier = EarlyCopier(self._device, copy, EARLY_COPY_BYTES, cuda.has_one_owner, must=False)
                 return copier.finish(fn(*args, copier))
@@ -320,6 +325,9 @@ class CudaPool:
         PyTorch's allocator of pinned memory has a pool of the same id. It cannot be used again once no graph uses it.
         """
         graph = cuda.OwnGraph()
+        capture_stream = torch.cuda.stream(self._capture_stream.stream)
+        with capture_stream, cuda.use_pool(self._index, self._private_pool.id):  # the first graph makes seed and offset
+            graph.register_generator_state(torch.cuda.default_generators[self._index])
         with warnings.catch_warnings(), torch.cuda.device(self._index), torch.cuda.stream(self._capture_stream.spare):
             warnings.simplefilter("ignore")  # PyTorch warns that the graph is empty
             self._capture_stream.spare.wait_stream(current)  # Note [Draws on several streams]

@@ -14,6 +14,9 @@ Note [cuBLAS workspaces]
     such as one of a C++ library, shows in the memory of its private pool. So does one that is gone, if a workspace was
     made in its capture.
 
+    Without graphs, a workspace lies in memory that tensors have had before. So it does in a warm-up before the first
+    capture, in the arena's pool, and is freed at the end. Other threads must not use theirs at that moment.
+
 Note [Draws on several streams]
     All graphs read their seed and offset from one pair of numbers in the device's memory. PyTorch sets the pair on the
     current stream, before it launches a graph and when a capture begins. Kernels of a graph on another stream may still
@@ -37,7 +40,7 @@ import torch
 
 from thunder_cg.compat import cuda
 from thunder_cg.compat.autograd import in_backward
-from thunder_cg.compat.objects import without_garbage_collection
+from thunder_cg.compat.objects import modules_of_threads, without_garbage_collection
 
 
 class StreamOrder:
@@ -121,6 +124,14 @@ def _is_capturing(
     return is_initialized() and is_capturing()
 
 
+# Threads of these modules run no kernels.
+_IDLE = {
+    "thunder_cg.progress",
+    "thunder_cg.runtime.cuda.watchdog",
+    "torch._inductor.compile_worker.subproc_pool",
+    "torch._inductor.compile_worker.timer",
+}
+
 capture_lock = CaptureLock()
 own_pools: set[cuda.PoolId] = set()  # the private pools of this package; those that are gone are dropped later
 
@@ -142,6 +153,7 @@ class CaptureStream:
         self._users = 0  # pools
         self._made_by = 0  # the thread whose pools these are
         self._pool: cuda.PoolId | None = None
+        self._are_inside = False  # whether a warm-up has workspaces in its own memory
         self._of_thread = threading.local()  # not by the thread's number, which a later thread may have, too
 
     @classmethod
@@ -189,8 +201,34 @@ class CaptureStream:
                     cuda.release_pool(stream.index, pool)
 
     @classmethod
-    def all_are_idle(cls) -> bool:
-        return not any(each._users for each in cls._all)
+    def all_are_idle(cls, but: CaptureStream | None = None) -> bool:
+        return not any(each._users for each in cls._all if each is not but)
+
+    @contextmanager
+    def workspaces(self, *, may_be_inside: bool = False) -> Iterator[None]:
+        """Inside, this thread has workspaces for the stream.
+
+        Args:
+            may_be_inside: they may be where the tensors are, until the end.
+        """
+        self._free_inside()  # of a warm-up in which this is a capture
+        self._are_inside = may_be_inside and self._may_be_inside()
+        if not self._are_inside:
+            self.prepare()
+        try:
+            yield
+        finally:
+            self._free_inside()
+
+    def _may_be_inside(self) -> bool:
+        has_graphs = self._pool is not None or not self.all_are_idle(but=self)
+        return not (has_graphs or in_backward()) and modules_of_threads() <= _IDLE and _others_have_no_graphs()
+
+    def _free_inside(self) -> None:
+        if self._are_inside and self._may_be_inside():  # else they stay where they are, and captures use them there
+            cuda.clear_cublas_workspaces()
+            self.forget_workspaces()
+        self._are_inside = False
 
     def prepare(self) -> None:
         """Makes this thread's workspaces for the stream, before anything could make them in an arena's pool."""
@@ -216,13 +254,19 @@ def free_workspaces() -> None:
     It waits for nobody, since a destructor may be what calls it.
     """
     with capture_lock.if_free() as is_free:
-        if not is_free or not CaptureStream.all_are_idle() or cuda.clear_cublas_workspaces is None:
+        if not is_free or not CaptureStream.all_are_idle():
             return
-        pools = cuda.pools_with_memory()
-        own_pools.intersection_update(pools)
-        if pools == own_pools and not cuda.has_foreign_graphs():
+        if _others_have_no_graphs():
             cuda.clear_cublas_workspaces()
             CaptureStream.forget_workspaces()
+        own_pools.intersection_update(cuda.pools_with_memory())
+
+
+def _others_have_no_graphs() -> bool:
+    """Whether no graph but those of this package can use workspaces, and PyTorch can free them."""
+    if cuda.clear_cublas_workspaces is None:
+        return False
+    return cuda.pools_with_memory() <= own_pools and not cuda.has_foreign_graphs()
 
 
 def wait_for_draws(index: int) -> None:
