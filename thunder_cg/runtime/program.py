@@ -20,7 +20,7 @@ from thunder_cg.analysis.memory import MemoryEstimate, parameter_gradients
 from thunder_cg.analysis.ops import process_groups
 from thunder_cg.analysis.partition import PlannedTrace, Region
 from thunder_cg.analysis.rules import Reason
-from thunder_cg.analysis.segments import is_large
+from thunder_cg.analysis.segments import LEAST_SEGMENT, is_large
 from thunder_cg.analysis.sources import calling_line
 from thunder_cg.analysis.undefined import Routes
 from thunder_cg.compat.autograd import backward_keeps_graph, drop_failed_backwards, in_backward
@@ -135,7 +135,8 @@ class Program:
                 gradients = parameter_gradients(forward.ops, self.ops)
             first = forward.memory.arena
             self.pair.call_memory = CallMemory(first, max(first, needed), self.memory.apart, gradients)
-        self.pair.first_segment = min(self.memory.first_segment, needed)  # with which a memory budget is compared
+        # A memory budget is compared with what is needed, or with the least that the allocator takes.
+        self.pair.first_segment = min(self.memory.first_segment, max(needed, LEAST_SEGMENT))
         self.budget = ProgramBudget(shared.arenas, self.pair, self.regions, needed)
         self._place_regions(in_pool)
         self.collectives = self._find_collectives()

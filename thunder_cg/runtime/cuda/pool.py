@@ -384,10 +384,9 @@ class CudaPool:
         if self._graphs:
             return False
         self._open_private_pool()
+        _free_cache()  # see Note [Memory for a pool]
         with suppress(Exception), capturing(self._index):  # the next capture fails as well then, and recovers
             self._keep_pool_alive(torch.cuda.current_stream(self._index))
-        with suppress(RuntimeError):  # see Note [Memory for a pool]
-            torch.cuda.empty_cache()
         return True
 
     def ranges(self) -> list[tuple[int, int]]:
