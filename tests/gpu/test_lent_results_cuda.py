@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from thunder_cg import cudagraph_transform
+from thunder_cg.runtime.cuda import streams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 MB = 2**20
@@ -25,6 +26,8 @@ def model_and_input():
 def peak(loop, *transforms):
     """MB reserved and allocated at most, the first call included."""
     gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()  # no graph is alive, and each loop makes its own
+    streams.CaptureStream.forget_workspaces()
     torch.cuda.empty_cache()
     model, x = model_and_input()
     compiled = thunder.jit(model, transforms=transforms)

@@ -175,36 +175,47 @@ def test_graphs_of_others(monkeypatch):
 
 
 def warm_up(stream, meanwhile=lambda: None):
-    """Whether the workspaces of a warm-up were in its own memory, and were freed at its end."""
-    before = CaptureStream._cleared
-    with stream.workspaces(may_be_inside=True):
+    """Whether the workspaces of a warm-up were in its own memory, and whether they were freed at its end."""
+    with stream.for_warm_up(True):
         is_inside = stream.workspace_nbytes() == 0
         meanwhile()
-    return is_inside, CaptureStream._cleared - before
+        before = CaptureStream._cleared
+    return is_inside, CaptureStream._cleared > before
+
+
+def capture(stream, error=None):
+    with stream.for_capture():
+        assert stream.workspace_nbytes() == 32
+        if error is not None:
+            raise error
 
 
 def test_a_warm_up_before_the_first_capture_has_workspaces_in_its_own_memory(fake):
     stream = CaptureStream.take(0)
     streams.own_pools.add(5)  # an arena's, which is empty as yet
-    assert warm_up(stream) == (True, 1) and fake.cleared == 1
-    assert 5 in streams.own_pools
-    with pytest.raises(ValueError, match="fails"), stream.workspaces(may_be_inside=True):
+    assert warm_up(stream) == (True, True) and 5 in streams.own_pools
+    with pytest.raises(ValueError, match="fails"), stream.for_warm_up(True):
         raise ValueError("fails")
     assert fake.cleared == 2 and fake.pools == {}
-    with stream.workspaces():  # of a capture
-        assert stream.workspace_nbytes() == 32
-    assert warm_up(stream) == (False, 0) and fake.cleared == 2
+    capture(stream)
+    assert warm_up(stream) == (False, False)
 
 
 def test_a_capture_in_a_warm_up_has_workspaces_of_its_own(fake):
-    stream, seen = CaptureStream.take(0), []
+    stream = CaptureStream.take(0)
+    assert warm_up(stream, lambda: capture(stream)) == (True, False)
+    assert stream.workspace_nbytes() == 32
 
-    def capture():
-        with stream.workspaces():
-            seen.append((fake.cleared, stream.workspace_nbytes()))
 
-    assert warm_up(stream, capture) == (True, 1)
-    assert seen == [(1, 32)] and fake.cleared == 1
+def test_a_first_capture_that_fails_leaves_no_workspaces(fake):
+    stream = CaptureStream.take(0)
+    with pytest.raises(ValueError, match="fails"):
+        capture(stream, ValueError("fails"))
+    assert fake.pools == {}
+    capture(stream)
+    with pytest.raises(ValueError, match="fails"):
+        capture(stream, ValueError("fails"))
+    assert fake.pools == {1: 32}
 
 
 @pytest.mark.parametrize("why", ["graphs of others", "their memory", "another arena", "another thread", "a backward"])
@@ -223,7 +234,7 @@ def test_workspaces_are_apart_where_freeing_them_could_harm_somebody(fake, monke
     else:
         monkeypatch.setattr(streams, "in_backward", lambda: True)
     try:
-        assert warm_up(stream) == (False, 0) and fake.cleared == 0
+        assert warm_up(stream) == (False, False) and fake.cleared == 0
     finally:
         wait.set()
         if thread.ident:
@@ -232,8 +243,4 @@ def test_workspaces_are_apart_where_freeing_them_could_harm_somebody(fake, monke
 
 def test_workspaces_stay_in_memory_if_a_graph_appears_meanwhile(fake):
     stream = CaptureStream.take(0)
-
-    def capture():
-        fake.has_foreign_graphs = True
-
-    assert warm_up(stream, capture) == (True, 0) and fake.cleared == 0
+    assert warm_up(stream, partial(setattr, fake, "has_foreign_graphs", True)) == (True, False)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any, ClassVar
 
@@ -160,18 +160,13 @@ class CudaPool:
         self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()  # of this private pool
 
     @contextmanager
-    def _on_capture_stream(self, workspaces_inside: bool = False) -> Iterator[torch.cuda.Stream]:
-        """The capture stream, ordered after the caller's stream, which is yielded, and the caller's stream after it.
-
-        Args:
-            workspaces_inside: its workspaces may be in the private pool meanwhile.
-        """
+    def _on_capture_stream(self, workspaces: AbstractContextManager[None]) -> Iterator[torch.cuda.Stream]:
+        """The capture stream, ordered after the caller's stream, which is yielded, and the caller's stream after it."""
         current = torch.cuda.current_stream(self._index)
         with torch.cuda.device(self._index), self._capture_stream.lock:
             self._capture_stream.order.follow()
             # Captures run kernels, too, which set seed and offset, and so may the making of workspaces.
             self._capture_stream.stream.wait_stream(current)
-            workspaces = self._capture_stream.workspaces(may_be_inside=workspaces_inside)
             with workspaces, torch.cuda.stream(self._capture_stream.stream):
                 try:
                     yield current
@@ -201,11 +196,12 @@ class CudaPool:
             return torch.UntypedStorage(nbytes, device=torch.device("cuda", self._index))
 
     def warm_up(self, fn: Function, args: Sequence[Any], workspaces_inside: bool = False) -> Sequence[Any]:
-        inside = workspaces_inside and self.nbytes() <= LEAST_SEGMENT  # else they would split a larger first segment
+        # They would split a larger first segment.
+        workspaces = self._capture_stream.for_warm_up(workspaces_inside and self.nbytes() <= LEAST_SEGMENT)
         generator = torch.cuda.get_rng_state(self._index)
         try:
             # Note [Warm-up inside the pool]. The lock, because a draw is an error while another thread captures.
-            with capture_lock, self._on_capture_stream(inside) as current, self._with_free_cache():
+            with capture_lock, self._on_capture_stream(workspaces) as current, self._with_free_cache():
                 copy = partial(self._copy_to_caller, current)
                 copier = EarlyCopier(self._device, copy, EARLY_COPY_BYTES, cuda.has_one_owner, must=False)
                 return copier.finish(fn(*args, copier))
@@ -266,7 +262,7 @@ class CudaPool:
         sentinels: Sequence[int] = (),
         may_miss: bool = False,
     ) -> tuple[CudaGraph, Sequence[Any]]:
-        with capturing(self._index), self._on_capture_stream() as current:
+        with capturing(self._index), self._on_capture_stream(self._capture_stream.for_capture()) as current:
             if self._ran_out:
                 torch.cuda.empty_cache()  # see Note [Memory for a pool]
                 self._ran_out = False

@@ -14,8 +14,8 @@ Note [cuBLAS workspaces]
     such as one of a C++ library, shows in the memory of its private pool. So does one that is gone, if a workspace was
     made in its capture.
 
-    Without graphs, a workspace lies in memory that tensors have had before. So it does in a warm-up before the first
-    capture, in the arena's pool, and is freed at the end. Other threads must not use theirs at that moment.
+    Without graphs, a workspace lies in memory that tensors have had before. So it may in a warm-up of inference before
+    the first capture: in the arena's pool, and is freed at the end. No other thread must use its own at that moment.
 
 Note [Draws on several streams]
     All graphs read their seed and offset from one pair of numbers in the device's memory. PyTorch sets the pair on the
@@ -153,7 +153,7 @@ class CaptureStream:
         self._users = 0  # pools
         self._made_by = 0  # the thread whose pools these are
         self._pool: cuda.PoolId | None = None
-        self._are_inside = False  # whether a warm-up has workspaces in its own memory
+        self._has_graphs = False  # that may use the workspaces
         self._of_thread = threading.local()  # not by the thread's number, which a later thread may have, too
 
     @classmethod
@@ -191,12 +191,12 @@ class CaptureStream:
         return sum(segment["total_size"] for segment in segments)
 
     @classmethod
-    def forget_workspaces(cls) -> None:
-        """After PyTorch has freed all workspaces: gives up the pools of those of idle streams."""
+    def forget_workspaces(cls, besides: CaptureStream | None = None) -> None:
+        """After PyTorch has freed all workspaces: gives up the pools of those of idle streams, and ``besides``."""
         with cls._lock:
             CaptureStream._cleared += 1
-            for stream in [each for each in cls._all if not each._users]:
-                pool, stream._pool = stream._pool, None
+            for stream in [each for each in cls._all if not each._users or each is besides]:
+                pool, stream._pool, stream._has_graphs = stream._pool, None, False
                 if pool is not None:
                     cuda.release_pool(stream.index, pool)
 
@@ -205,30 +205,43 @@ class CaptureStream:
         return not any(each._users for each in cls._all if each is not but)
 
     @contextmanager
-    def workspaces(self, *, may_be_inside: bool = False) -> Iterator[None]:
-        """Inside, this thread has workspaces for the stream.
+    def for_warm_up(self, workspaces_inside: bool) -> Iterator[None]:
+        """For a warm-up on the stream, with workspaces of this thread's.
 
         Args:
-            may_be_inside: they may be where the tensors are, until the end.
+            workspaces_inside: they may be where its tensors are.
         """
-        self._free_inside()  # of a warm-up in which this is a capture
-        self._are_inside = may_be_inside and self._may_be_inside()
-        if not self._are_inside:
+        is_inside = workspaces_inside and self._may_free()
+        if not is_inside:
             self.prepare()
         try:
             yield
         finally:
-            self._free_inside()
+            if is_inside:
+                self._free()
 
-    def _may_be_inside(self) -> bool:
-        has_graphs = self._pool is not None or not self.all_are_idle(but=self)
-        return not (has_graphs or in_backward()) and modules_of_threads() <= _IDLE and _others_have_no_graphs()
+    @contextmanager
+    def for_capture(self) -> Iterator[None]:
+        """For a capture on the stream, with workspaces of this thread's. If it fails, and is the first, they go."""
+        self._free()  # of a warm-up in which this is a capture
+        self.prepare()
+        try:
+            yield
+        except BaseException:
+            self._free()
+            raise
+        self._has_graphs = True
 
-    def _free_inside(self) -> None:
-        if self._are_inside and self._may_be_inside():  # else they stay where they are, and captures use them there
+    def _free(self) -> None:
+        """Frees the workspaces, unless that could harm somebody. Then later captures use them where they are."""
+        if self._may_free():
             cuda.clear_cublas_workspaces()
-            self.forget_workspaces()
-        self._are_inside = False
+            self.forget_workspaces(self)
+
+    def _may_free(self) -> bool:
+        if self._has_graphs or in_backward() or not self.all_are_idle(but=self):
+            return False
+        return modules_of_threads() <= _IDLE and _others_have_no_graphs()
 
     def prepare(self) -> None:
         """Makes this thread's workspaces for the stream, before anything could make them in an arena's pool."""
