@@ -133,11 +133,11 @@ _OF_HOST = {_READ, _MASK, _NUMBERS, _READ_OR_MASK}
 # functions that ran; the first one counts.
 _OF_FUNCTIONS = {
     PACKS: PADDED,
-    "ctc_loss": _CTC,
-    "one_hot": _ONE_HOT,
-    "histc": _HISTC,
+    r"ctc_loss\b": _CTC,
+    r"one_hot\(": _ONE_HOT,
+    r"histc\b": _HISTC,
     "index_put": _PUT,
-    "aten.index|masked_select|nonzero|argwhere|unique|bincount|repeat_interleave": _MASK,
+    r"aten\.(index|_?unique)|(masked_select|nonzero|argwhere|unique\w*|bincount|repeat_interleave)\b[.(]": _MASK,
 }
 
 
@@ -324,8 +324,9 @@ def reason_of(error: Exception) -> SkipReason:
         if fix in _OF_HOST:
             if later := [*dict.fromkeys(_later_reads(frames[i] for i in users))]:
                 also = f"so {'does' if len(later) == 1 else 'do'} {' and '.join(later)}, if it is of a tensor"
-            fix = _fix_in_torch([frame for frame, _ in frames[last + 1 :]], problem) or fix
-        if fix in (_READ, _READ_OR_MASK):
+            below = [frame for frame, _ in frames[last + 1 :]]
+            fix = (None if others else _fix_of_function(problem, below)) or _fix_in_torch(below) or fix
+        if fix in (_READ, _READ_OR_MASK, _MASK):
             fix = _fix_of_read(lines[last], others) or fix
     return SkipReason(problem, "; ".join(filter(None, (known, fix, also))))
 
@@ -347,7 +348,7 @@ def _later_reads(frames: Iterable[tuple[FrameType, int]]) -> Iterator[str]:
                 yield f"{os.path.basename(frame.f_code.co_filename)}:{line}"
 
 
-def _fix_in_torch(frames: Sequence[FrameType], problem: str) -> str | None:
+def _fix_in_torch(frames: Sequence[FrameType]) -> str | None:
     """For what the user's line has called, if that reads on the host by itself."""
     for frame in frames:
         owner, optimizer = frame.f_locals.get("self"), frame.f_locals.get("optimizer")
@@ -370,12 +371,14 @@ def _fix_in_torch(frames: Sequence[FrameType], problem: str) -> str | None:
             return f"{_OPTIMIZER}; {_make(owner)}"
         if isinstance(owner, GradScaler) and isinstance(optimizer, Optimizer):
             return f"{_SCALER}; {_make(optimizer, fused=True)}"
-    functions = [frame.f_code.co_name for frame in frames]
-    said = " ".join([problem, *functions])
+    return _BACKWARD if any(frame.f_code.co_name == "_engine_run_backward" for frame in frames) else None
+
+
+def _fix_of_function(problem: str, frames: Sequence[FrameType]) -> str | None:
+    """For what the user's line has called, if it is known to read on the host by itself."""
+    said = " ".join([problem, *(frame.f_code.co_name for frame in frames)])
     fix = next((fix for names, fix in _OF_FUNCTIONS.items() if re.search(names, said)), None)
-    if fix == _MASK:
-        return f"{_MASK}; {for_size(said)}".replace("the compiled function", "the step")
-    return fix or (_BACKWARD if "_engine_run_backward" in functions else None)
+    return f"{_MASK}; {for_size(said)}".replace("the compiled function", "the step") if fix == _MASK else fix
 
 
 def _make(optimizer: Optimizer, *, fused: bool = False) -> str:
