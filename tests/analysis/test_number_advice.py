@@ -13,6 +13,7 @@ from thunder_cg.analysis.sources import SourceLine
 CHOOSE, SLICE = "choose with torch.where(condition, a, b)", "x[i + torch.arange(n)] is x[i : i + n]"
 TENSOR, AFTER = "operators take a 0-dim tensor in the place of a number", "or write it into a buffer, and log or keep"
 SIZE, LOOP = "compute with the largest size", "loop as often as the longest case needs"
+CHECK = "return the condition as a 0-dim tensor, and check it after the call"
 SPLIT = "keep the mask, and sum torch.where(mask.unsqueeze(-1), x, 0.0) for each part"
 UNBIND, READ_AFTER = "Tensor.unbind in the place of tolist()", "return the 0-dim tensor, and read it after the call"
 
@@ -23,7 +24,10 @@ UNBIND, READ_AFTER = "Tensor.unbind in the place of tolist()", "return the 0-dim
         ("if x.norm().item() > 3: x = x / 2", CHOOSE),
         ("while float(x.sum()) > 0:\n        pass", LOOP),
         ("x = x if bool(x.any().item()) else y", CHOOSE),
-        ("assert x.item() > 0", CHOOSE),
+        ("assert x.item() > 0", CHECK),
+        ("assert x.isfinite().all()", CHECK),
+        ("if x.isnan().any(): raise ValueError", CHECK),
+        ("if x.isnan().any():\n        raise ValueError\n    else:\n        x = y", CHOOSE),
         ("x = [a for a in xs if a.item()]", CHOOSE),
         ("flag = x.item() > 0\n    if flag: x = y", CHOOSE),
         ("x = x[: n.item()]", "mask the rest, before layers that mix positions, too"),
@@ -56,6 +60,10 @@ UNBIND, READ_AFTER = "Tensor.unbind in the place of tolist()", "return the 0-dim
         ("k = x.norm().item()\n    return y, k", READ_AFTER),
         ("fns.append(lambda x: float(x.sum()))", READ_AFTER),
         ("if x.sum() > 0: x = y", CHOOSE),
+        ("x = x[:, : n.max()]", SLICE),
+        ("x = x[:, : len(y)]", KEEP_ON_DEVICE),
+        ("for _ in range(n.max()): x = x * 2", LOOP),
+        ("said = f'{x:.2f}'", AFTER),
         ("k = x.norm().item()", KEEP_ON_DEVICE),
         ("x = y", KEEP_ON_DEVICE),
     ],

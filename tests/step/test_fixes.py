@@ -285,7 +285,9 @@ def on(device, what):
         ),
         (
             lambda y, ones: y[y > 0].mean(),
-            "take torch.where, or multiply by the mask",
+            "the number of elements depends on values; torch.where(mask, x, 0.0), with mask.unsqueeze(-1) for rows, in "
+            "the place of x[mask]: it keeps the shape of x, with zeros where x[mask] has nothing; a bias makes them "
+            "other numbers, so mask once more before a sum, and a mean divides it by mask.sum()",
             lambda y, ones: torch.where(y > 0, y, 0).sum() / (y > 0).sum(),
         ),
         (
@@ -316,6 +318,111 @@ def test_what_no_graph_can_hold(run, backend, device, what, fix, instead):
     step, (said,) = run(on(device, what))
     assert step.replays == 0 and "at test_fixes.py:" in said, said
     assert backend == "cuda" or said.endswith(fix), said
+    step, said = run(on(device, instead))
+    assert step.replays >= 6 and not said, said
+
+
+CLASSES = torch.tensor([1, 0, 2])
+
+
+def classes_of(y):
+    return CLASSES.to(y.device) if y.device.type == "cpu" else torch.arange(3, device=y.device)
+
+
+def checks(y, ones):
+    assert torch.isfinite(y).all()
+    return y.sum()
+
+
+def raises(y, ones):
+    if torch.isnan(y).any():
+        raise ValueError("not a number")
+    return y.sum()
+
+
+def writes_where(y, ones):
+    y = y.clone()
+    y[y > 9] = y.mean()
+    return y.sum()
+
+
+def packs(y, ones):
+    x = y.expand(2, 2)[:, :, None]
+    packed = nn.utils.rnn.pack_padded_sequence(x, [2, 1], batch_first=True)
+    return nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)[0].sum()
+
+
+def says(y, ones):
+    said = f"{y.sum():.3f}"
+    return y.sum() * bool(said)
+
+
+def loses(y, ones, length=torch.int64):
+    targets, lengths = torch.ones(4, dtype=torch.int32, device=y.device), (3, 2)
+    lengths = [torch.full((2,), each, dtype=length, device=y.device) for each in lengths]
+    return nn.functional.ctc_loss(y.sum().expand(3, 2, 4).log_softmax(-1), targets, *lengths)
+
+
+@pytest.mark.parametrize(
+    ("what", "fix", "instead"),
+    [
+        (
+            lambda y, ones: nn.functional.one_hot(classes_of(y)).sum() * y.sum(),
+            fixes._ONE_HOT,
+            lambda y, ones: (classes_of(y)[:, None] == torch.arange(3, device=y.device)).long().sum() * y.sum(),
+        ),
+        (loses, fixes._CTC, partial(loses, length=torch.int32)),
+        (packs, fixes.PADDED, lambda y, ones: (y * ones).sum()),
+        (lambda y, ones: torch.histc(y, 4).sum(), fixes._HISTC, lambda y, ones: torch.histc(y, 4, -9, 9).sum()),
+        (
+            lambda y, ones: torch.unique(classes_of(y)).sum() * y.sum(),
+            "compute with a fixed size and a mask, or call it outside of the step",
+            lambda y, ones: y.sum(),
+        ),
+        (
+            lambda y, ones: torch.bincount(classes_of(y)).sum() * y.sum(),
+            "(x[:, None] == torch.arange(n)).sum(0) in the place of bincount",
+            lambda y, ones: (classes_of(y)[:, None] == torch.arange(3, device=y.device)).sum() * y.sum(),
+        ),
+        (writes_where, fixes._PUT, lambda y, ones: torch.where(y > 9, y.mean(), y).sum()),
+        (
+            lambda y, ones: y[(y > 0).nonzero().flatten()].sum(),
+            "and a mean divides it by mask.sum()",
+            lambda y, ones: y[(y > 0).nonzero_static(size=2).flatten()].sum(),
+        ),
+        (checks, "return the condition as a 0-dim tensor, and check it after the call", lambda y, ones: y.sum()),
+        (raises, "return the condition as a 0-dim tensor, and check it after the call", lambda y, ones: y.sum()),
+        (says, "and log or keep what it holds after the call", lambda y, ones: y.sum()),
+        (
+            lambda y, ones: y[: classes_of(y).max()].sum(),
+            "compute with all elements, and mask the rest, before layers that mix positions, too",
+            lambda y, ones: torch.where(torch.arange(2, device=y.device) < classes_of(y).max(), y, 0).sum(),
+        ),
+    ],
+    ids=[
+        "one_hot",
+        "ctc_loss",
+        "packed",
+        "histc",
+        "unique",
+        "bincount",
+        "put",
+        "nonzero",
+        "assert",
+        "raise",
+        "text",
+        "slice",
+    ],
+)
+@pytest.mark.nightly_after(4)
+def test_functions_that_read_on_the_host(run, backend, device, what, fix, instead):
+    if what is packs and backend == "cuda":
+        pytest.skip("the lengths are constant, and it reads nothing else")
+    step, (said,) = run(on(device, what))
+    assert step.replays == 0 and "at test_fixes.py:" in said, said
+    assert backend == "cuda" or said.endswith(fix), said
+    if what is loses and backend != "cuda":
+        return  # what it says is for a GPU
     step, said = run(on(device, instead))
     assert step.replays >= 6 and not said, said
 

@@ -917,3 +917,123 @@ def test_an_argument_that_is_carried(step_twins):
 
     step = step_twins.both(run)
     assert step.replays >= 5 and "an argument shares memory with" in str([*step.in_python]), step.in_python
+
+
+def set_back(kept, seen, i, zeros):
+    """The loop holds what it has set."""
+    kept.total, kept.items["count"] = zeros(()), zeros((), dtype=torch.long)
+    seen += [kept.total, kept.items["count"]]
+
+
+def set_back_to_rows(kept, seen, i, zeros):
+    seen += [] if seen else [zeros(20, 4)]
+    kept.total = seen[0][i]
+
+
+def set_back_to_one(kept, seen, i, zeros):
+    """Now both are one tensor, now two, as the step sees in both."""
+    kept.total = kept.other = zeros(3)
+    kept.other = kept.other if i % 2 else zeros(3)
+
+
+def set_back_to_shared_memory(kept, seen, i, zeros):
+    kept.total = zeros(3)
+    kept.other = kept.total.detach() if i > 1 else zeros(3)
+
+
+def set_back_to_a_parameter(kept, seen, i, zeros):
+    kept.total = kept.layer.bias.data if i > 1 else zeros(3)
+
+
+def set_back_to_a_number(kept, seen, i, zeros):
+    kept.total = 0.0
+
+
+def set_back_to_what_has_gaps(kept, seen, i, zeros):
+    kept.total = zeros(8)[::2]
+
+
+def set_back_to_what_was_there(kept, seen, i, zeros):
+    seen += [] if seen else [zeros(()), zeros(())]
+    kept.total = seen[i % 2]
+
+
+@pytest.mark.parametrize("by_data", [False, True])
+@pytest.mark.parametrize(
+    ("sets", "captures", "replays"),
+    [
+        (set_back, 2, 15),
+        (set_back_to_rows, 2, 15),
+        (set_back_to_one, 3, 14),
+        (set_back_to_shared_memory, 2, 3),
+        (set_back_to_a_parameter, 2, 3),
+        (set_back_to_a_number, 2, 11),
+        (set_back_to_what_has_gaps, 5, 9),
+        (set_back_to_what_was_there, 2, 15),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+@pytest.mark.nightly_after(4)
+def test_totals_that_the_loop_sets_back(step_twins, sets, captures, replays, by_data):
+    """As each epoch begins. They are what the step adds to, wherever they are, and stay the tensors that they were."""
+
+    def run(graphed):
+        torch.manual_seed(0)
+        zeros, seen = partial(torch.zeros, device=step_twins.device), []
+        kept = SimpleNamespace(other=zeros(3), items={"count": zeros((), dtype=torch.long)})
+        kept.layer = nn.Linear(4, 3).to(step_twins.device)
+        optimizer = sgd(kept.layer.parameters())
+
+        def step(x):
+            optimizer.zero_grad()
+            loss = kept.layer(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            if type(kept.total) is float:
+                kept.total = kept.total + loss.detach()
+            elif by_data:
+                kept.total.data.add_(loss.detach())
+            else:
+                kept.total += loss.detach()
+            kept.other += 2 * loss.detach()
+            kept.items["count"] += len(x)
+            return loss
+
+        step, found = graphed(step), []
+        for i in range(20):
+            if i % 4 == 0:
+                sets(kept, seen, i // 4, zeros)
+            total = kept.total
+            loss = step(step_twins.batch()[0])
+            stays = torch.tensor(total is kept.total)
+            all_of_it = [loss, kept.total, kept.other, kept.items, seen, [*kept.layer.parameters()], stays]
+            found.append(tree_map_only(torch.Tensor, lambda t: t.detach().clone(), all_of_it))
+        return found, step
+
+    step = step_twins.both(run)
+    assert step.captures <= captures and step.replays >= replays, step.in_python
+
+
+def test_a_total_that_a_history_has_had(step_twins):
+    """What is written back advances the version, as a write does, and nothing else has it."""
+
+    def run(graphed):
+        kept, w = SimpleNamespace(total=torch.zeros(3, device=step_twins.device)), torch.ones(3, requires_grad=True)
+        w = w.to(step_twins.device)
+
+        def step(x):
+            kept.total += x.sum()
+            return x * 2
+
+        step, found = graphed(step), []
+        for i in range(12):
+            kept.total = torch.ones(3, device=step_twins.device)
+            product = (w * kept.total).sum()
+            step(step_twins.batch()[0])
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                product.backward()
+            found += [kept.total.clone(), torch.tensor(kept.total._version)] if i > 2 else []
+        return found, step
+
+    step = step_twins.both(run)
+    assert step.captures == 1 and step.replays >= 9, step.in_python

@@ -33,6 +33,7 @@ _CHOSEN = "call each of them, and choose with torch.where"
 _LOOPED = "loop as often as the longest case needs, and keep what counts with torch.where"
 _LOGGED = "return the 0-dim tensor, or write it into a buffer, and log or keep what it holds after the call"
 _RETURNED = "return the 0-dim tensor, and read it after the call"
+_CHECKED = "return the condition as a 0-dim tensor, and check it after the call"
 
 _MASKED = (
     "torch.where(mask, x, 0.0), with mask.unsqueeze(-1) for rows, in the place of x[mask]: it keeps the shape of x, "
@@ -96,21 +97,23 @@ def for_read(line: SourceLine | None = None) -> str:
         return KEEP_ON_DEVICE
     is_branch = (line.text or "").startswith(("if ", "elif ", "while ", "assert "))
     uses = (use for read in _reads(line) for use in _use(read, _parents(_text(line))))
-    fix = next(uses, for_branch(line) if is_branch else KEEP_ON_DEVICE)
+    fix = next(uses, for_branch(line) if is_branch else next(_implied(line), KEEP_ON_DEVICE))
     return f"{fix}{_for_training(line)}" if fix == _COMPUTED else fix
 
 
 def for_branch(line: SourceLine | None = None) -> str:
     """What to do about a branch on what a tensor holds."""
     nodes = () if line is None else _parents(_text(line))
-    branches = (node for node in nodes if isinstance(node, (ast.If, ast.While)))
+    branches = (node for node in nodes if isinstance(node, (ast.If, ast.While, ast.Assert)))
     return next((_of_branch(each) for each in branches if line is not None and each.lineno == line.number), _BRANCH)
 
 
-def _of_branch(branch: ast.If | ast.While) -> str:
+def _of_branch(branch: ast.If | ast.While | ast.Assert) -> str:
     if isinstance(branch, ast.While):
         return _LOOPED
-    inner = [*branch.body, *branch.orelse]
+    inner = [] if isinstance(branch, ast.Assert) else [*branch.body, *branch.orelse]
+    if all(isinstance(each, ast.Raise) for each in inner):
+        return _CHECKED
     calls = [each.value for each in inner if isinstance(each, ast.Expr) and _called(each.value) in _LOGS - _LISTS]
     return _LOGGED if len(calls) == len(inner) else _BRANCH
 
@@ -136,6 +139,24 @@ def _reads(line: SourceLine) -> list[ast.Call]:
     return sorted(here, key=lambda node: _READS.index(_called(node)))
 
 
+def _implied(line: SourceLine) -> Iterator[str]:
+    """What to do about a read that the line does not call by its name: of an index, or for text."""
+    for node in _parents(_text(line)):
+        if getattr(node, "lineno", 0) != line.number:
+            continue
+        if isinstance(node, ast.FormattedValue):
+            yield _LOGGED
+        elif isinstance(node, ast.Slice) and any(map(_is_computed, (node.lower, node.upper))):
+            yield SLICE
+        elif _called(node) == "range" and isinstance(node, ast.Call) and any(map(_is_computed, node.args)):
+            yield _LOOPED
+
+
+def _is_computed(bound: ast.AST | None) -> bool:
+    """Whether a bound may be a tensor, as ``lengths.max()`` is."""
+    return isinstance(bound, ast.Call) and _called(bound) not in ("len", "size")
+
+
 def _text(line: SourceLine) -> str:
     return "".join(linecache.getlines(line.file))
 
@@ -150,7 +171,7 @@ def _use(value: ast.expr, parents: _Parents, *, follows: bool = True) -> Iterato
     node: ast.AST = value
     while not isinstance(node, ast.stmt) and (parent := parents.get(node)) is not None:
         if node in (getattr(parent, "test", None), *getattr(parent, "ifs", ())):
-            yield _of_branch(parent) if isinstance(parent, (ast.If, ast.While)) else _BRANCH
+            yield _of_branch(parent) if isinstance(parent, (ast.If, ast.While, ast.Assert)) else _BRANCH
         elif isinstance(parent, ast.Slice):
             yield SLICE
         elif isinstance(parent, (ast.Return, ast.Lambda)):

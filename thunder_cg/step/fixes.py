@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
-from thunder_cg.analysis.advice import for_read
+from thunder_cg.analysis.advice import PACKS, PADDED, for_read, for_size
 from thunder_cg.analysis.rules import KEEP_ON_DEVICE
 from thunder_cg.analysis.sources import SourceLine
 from thunder_cg.compat.guards import names_of
@@ -93,7 +93,7 @@ _VALIDATION = "the distribution reads its arguments on the host; make it with va
 _BACKWARD = "the backward reads a value on the host; torch.autograd.set_detect_anomaly does, unless check_nan=False"
 _READ = "the host reads a value there; return the tensor, and read it outside of the step"
 _COND = "torch.cond reads its condition on the host; take torch.where(condition, a, b), which computes both"
-_MASK = "the number of elements depends on values; take torch.where, or multiply by the mask"
+_MASK = "the number of elements depends on values"
 _READ_OR_MASK = f"{_READ}; for a boolean index, take torch.where"
 _NUMBERS = "a tensor is made of Python's numbers there; make it before the step"
 _COPY = "a tensor is copied between host and device there; make it on the device before the step, or return it"
@@ -101,6 +101,16 @@ _HISTORY = (
     "a tensor with a history from before the step is still held, so autograd joins its stream; detach what you keep"
 )
 _NORM = "it reads whether the norm is finite; pass error_if_nonfinite=False, and look at the norm outside of the step"
+_CTC = (
+    "ctc_loss reads the lengths on the host; only on a GPU and by cuDNN it does not: with blank=0, log-probabilities "
+    "in float32, and int32 tensors there for the targets, concatenated, and for the lengths, which are below 256"
+)
+_ONE_HOT = (
+    "one_hot reads the classes on the host; pass num_classes=, with which it does not on a GPU, or take "
+    "(x.unsqueeze(-1) == torch.arange(n, device=x.device)).long()"
+)
+_HISTC = "histc reads its range on the host; pass min= and max="
+_PUT = "a mask is read on the host there; take x = torch.where(mask, value, x) in the place of x[mask] = value"
 _NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 _BY_NAME = {"LightningOptimizer": _LIGHTNINGS, "FakeQuantize": _FAKE}  # of classes that may not be there
 _READERS = ("item", "tolist", "float")  # functions and methods that read what a tensor holds
@@ -113,12 +123,22 @@ _FIXES = {
     "cannot copy between cpu and cuda": _COPY,
     "aten.lift_fresh": _NUMBERS,
     "torchscript interpreter": "TorchScript may read values on the host; take the Python that it was made of",
-    **dict.fromkeys(("aten.index", "aten._index_put", "aten.masked_select", "aten.nonzero"), _MASK),
+    **dict.fromkeys(("aten.index", "aten._index_put", "aten.masked_select"), _MASK),
     **dict.fromkeys(("_local_scalar_dense", "makes the host wait", "capturable"), _READ),
     "generator that the graph does not know": _OWN_GENERATOR,
     "capturing": _READ_OR_MASK,  # CUDA does not say which operator it was
 }
 _OF_HOST = {_READ, _MASK, _NUMBERS, _READ_OR_MASK}
+# Of functions that read on the host by themselves, by what is in the error, in the line, or in the names of PyTorch's
+# functions that ran; the first one counts.
+_OF_FUNCTIONS = {
+    PACKS: PADDED,
+    r"ctc_loss\b": _CTC,
+    r"one_hot\(": _ONE_HOT,
+    r"histc\b": _HISTC,
+    "index_put": _PUT,
+    r"aten\.(index|_?unique)|(masked_select|nonzero|argwhere|unique\w*|bincount|repeat_interleave)\b[.(]": _MASK,
+}
 
 
 class Changed(NamedTuple):
@@ -304,8 +324,9 @@ def reason_of(error: Exception) -> SkipReason:
         if fix in _OF_HOST:
             if later := [*dict.fromkeys(_later_reads(frames[i] for i in users))]:
                 also = f"so {'does' if len(later) == 1 else 'do'} {' and '.join(later)}, if it is of a tensor"
-            fix = _fix_in_torch([frame for frame, _ in frames[last + 1 :]]) or fix
-        if fix in (_READ, _READ_OR_MASK):
+            below = [frame for frame, _ in frames[last + 1 :]]
+            fix = (None if others else _fix_of_function(problem, below)) or _fix_in_torch(below) or fix
+        if fix in (_READ, _READ_OR_MASK, _MASK):
             fix = _fix_of_read(lines[last], others) or fix
     return SkipReason(problem, "; ".join(filter(None, (known, fix, also))))
 
@@ -337,8 +358,6 @@ def _fix_in_torch(frames: Sequence[FrameType]) -> str | None:
             return _COND
         if frame.f_locals.get("error_if_nonfinite") is True:
             return _NORM
-        if frame.f_code.co_name == "_engine_run_backward":
-            return _BACKWARD
         if isinstance(owner, AveragedModel):
             return _AVERAGES
         if isinstance(owner, _NORMS) and owner.momentum is None:
@@ -352,7 +371,14 @@ def _fix_in_torch(frames: Sequence[FrameType]) -> str | None:
             return f"{_OPTIMIZER}; {_make(owner)}"
         if isinstance(owner, GradScaler) and isinstance(optimizer, Optimizer):
             return f"{_SCALER}; {_make(optimizer, fused=True)}"
-    return None
+    return _BACKWARD if any(frame.f_code.co_name == "_engine_run_backward" for frame in frames) else None
+
+
+def _fix_of_function(problem: str, frames: Sequence[FrameType]) -> str | None:
+    """For what the user's line has called, if it is known to read on the host by itself."""
+    said = " ".join([problem, *(frame.f_code.co_name for frame in frames)])
+    fix = next((fix for names, fix in _OF_FUNCTIONS.items() if re.search(names, said)), None)
+    return f"{_MASK}; {for_size(said)}".replace("the compiled function", "the step") if fix == _MASK else fix
 
 
 def _make(optimizer: Optimizer, *, fused: bool = False) -> str:

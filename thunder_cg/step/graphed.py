@@ -54,7 +54,7 @@ from thunder_cg.step.outside import named, states_outside, thread_states
 from thunder_cg.step.places import Place
 from thunder_cg.step.reads import Called
 from thunder_cg.step.recording import CallsMore, StepCapture, StepRecording
-from thunder_cg.step.state import StepState, newly_carried
+from thunder_cg.step.state import StepState, newly_carried, replaced_outside
 
 _MAX_UNSTABLE = 8  # calls that change the state, or find another one, since a replay; then regions' graphs are used
 _MAX_CAPTURES = 16  # if they do not pay
@@ -243,6 +243,9 @@ class GraphedStep:
         if (reason := self._why_not_looked_at(layout, is_hopeless)) is not None:
             return self._run(call, reason)
         state = self._state()
+        if replaced := self._replaced(layout, state):
+            self._carried |= replaced
+            state = self._state()
         if (reason := self._why_refused(layout, state)) is not None:
             return self._run(call, reason)
         ready = self._ready_for(layout, state) if self.captures_pay() else None
@@ -469,6 +472,11 @@ class GraphedStep:
                 return SkipReason(str(change), for_shapes((change.before, change.after))), ""
             return SkipReason(str(change)), fixes.fix_of_changed_argument(change.after)
         return SkipReason(_FIRST), ""
+
+    def _replaced(self, layout: Any, state: StepState) -> dict[Any, Place]:
+        """Where the loop has put a tensor in the place of another one since a call that left its state as it was."""
+        known = next(iter(self._ready.get(layout, ())), None)
+        return {} if known is None else replaced_outside(known.facts, state)
 
     def _change_between(self, layout: Any, state: StepState) -> Difference | None:
         """What has changed since the last call with the layout that left its state as it was."""

@@ -7,6 +7,10 @@ Note [Carried tensors]
     out as its results are. Only its layout is a fact. A value is carried whole: a tensor, or a tuple, a list or a
     dictionary of tensors. One with a history is not: the step may differentiate that, and in a capture autograd would
     join the stream of the last step.
+
+    What the loop replaces between steps is carried, too, if it is small: a total that is a new zero in each epoch. The
+    step may write to it in place. So what is carried and stays where it was is copied back after the step, into the
+    tensor that was there, which others may hold. It must share memory with nothing else that the step uses.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import sys
 import weakref
 from abc import get_cache_token
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,7 +38,7 @@ from thunder_cg.runtime.backend import Backend, Graph, Pool
 from thunder_cg.runtime.inputs import CopiedInput
 from thunder_cg.runtime.outputs import AliasedInput, Outputs
 from thunder_cg.runtime.ranks.agreement import Collectives
-from thunder_cg.runtime.tensors import address_if_any, has_history, is_plain
+from thunder_cg.runtime.tensors import address_if_any, has_history, is_plain, is_whole, same_tensors
 from thunder_cg.step.averages import known_to_be_positive
 from thunder_cg.step.batch import COPY_CONTAINER, Batch
 from thunder_cg.step.calls import Calls, StepCollective
@@ -87,6 +87,7 @@ class StepRecording(RecordingUse):
     gradient_nbytes: int  # of the pool: recordings may share gradients
     settings: list[tuple[Callable[[], Any], Any]]  # of PyTorch and NumPy, and what ABC.register() has changed
     carried: list[tuple[Callable[[Any], object], Any]]  # puts a value that PyTorch has as a tree
+    written: Mapping[int, bool]  # inputs that are copied back, by position, and whether their version advances
     replaced: ReplacedStorages
     added: list[tuple[Read, int]]  # to numbers
     only_once: CaptureRefused | None = None  # why no later replay would be right; the first one is
@@ -107,8 +108,8 @@ class StepRecording(RecordingUse):
 
     @property
     def nbytes_out(self) -> int:
-        """Copied out per call: results."""
-        return self.outputs.nbytes
+        """Copied out per call: results, and what is copied back."""
+        return self.outputs.nbytes + nbytes(each.buffer for each in self.sources if each.arg in self.written)
 
     @property
     def nbytes_in(self) -> int:
@@ -140,7 +141,8 @@ class StepRecording(RecordingUse):
             carried: what `carried_in` has returned.
             left: gradients in memory that it uses, and that replays of other recordings have left.
         """
-        reason = _shared(batch, self.state, self.replaced.others(carried), self.memory)
+        others = self.replaced.others(carried)
+        reason = _shared(batch, self.state, others, self.memory) or _written_twice(others, self.written)
         if (reason := reason or self.replaced.why_not(carried)) is not None:
             return reason
         return _IS_HELD if self.overwritten.are_held() or any(each.is_held() for each in left) else None
@@ -194,6 +196,7 @@ class StepRecording(RecordingUse):
         self.gradients_before.copy()
         self.replaced.copy_back(carried)
         inputs, scalars = [*batch, *carried], self.state.kernel_numbers.scalars() or ()
+        targets = [*targets, *map(inputs.__getitem__, self.written)]
         self.graph.replay([each.source(inputs) for each in self.sources], targets, scalars)
         if self.collectives is not None:
             self.collectives.count_replay()
@@ -209,8 +212,8 @@ class StepRecording(RecordingUse):
                 each.parameter.grad = each.tensor
         for parameter in self.without_gradient:
             parameter.grad = None
-        if self.touched:
-            torch.autograd.graph.increment_version(self.touched)
+        if touched := [*self.touched, *(inputs[i] for i, is_new in self.written.items() if is_new)]:
+            torch.autograd.graph.increment_version(touched)
         return tree_unflatten(results, self.structure)
 
 
@@ -236,6 +239,7 @@ class _Body:
         self.added: list[tuple[Read, int]] = []
         self._found_or_left: list[Any] = []  # in places of what is carried, and in lists
         self._stay: list[Tensor] = []  # in places of what is carried
+        self.written: dict[int, bool] = {}  # see `StepRecording`
         self.structure: Any = None
         self.addresses: Mapping[int, str] = {}
         self.outputs: Outputs | None = None
@@ -244,6 +248,7 @@ class _Body:
     def run(self, backend: Backend, copier: Any) -> list[Any]:
         clear_stack()  # nothing but the step itself runs between this and its kernels
         self._calls.watch(self._buffers[: len(self._batch.tensors)])
+        versions = [*map(version, self._buffers)]
         attributes = self._state.attributes
         lists = [_Grown.of(*each, self._state.device.type) for each in self._state.lists().values()]
         numbers = [*self._state.numbers().values()]
@@ -285,6 +290,7 @@ class _Body:
         left += self._take_appended(lists)
         self._take_added(numbers)
         leaves += left
+        self._note_written(versions)
         self._originals.copy_back(leaves, self._stay)  # before aliases go, whose identities its tensors could get
         self._stay.clear()
         self._refuse_shared_containers(arguments)
@@ -293,6 +299,17 @@ class _Body:
         self.results = _storages(leaves[: structure.num_leaves])
         results = {id(leaf): self._to_leave(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
         return [results.get(id(leaf), leaf) for leaf in leaves]
+
+    def _note_written(self, versions: Sequence[int]) -> None:
+        """What is carried and stays is copied back: no version says what is written through ``.data``."""
+        first, views, same = len(self._batch.tensors), self._originals.views, same_tensors(self._buffers)
+        stay = {id(self._buffer_of[id(alias)]) for alias in self._stay}
+        for i, (buffer, then) in enumerate(zip(self._buffers, versions)):
+            if id(buffer) in stay and is_whole(buffer) and not (i in same or i - first in views):
+                self.written[i] = version(buffer) != then or address_if_any(buffer) in self._calls.written
+        carried = self._originals.others(self._state.carried_tensors())
+        if (reason := _written_twice(carried, self.written)) is not None:
+            raise CaptureLater(*reason)
 
     def _refuse_older_graph(self, tensor: Tensor) -> None:
         name = self._state.name_of(tensor)
@@ -371,11 +388,18 @@ class _Body:
             seen.add(id(each))
         self._found_or_left.clear()
 
-    def copied_out(self, pool: Pool, results: Sequence[Any]) -> list[Tensor]:
+    def copied_out(self, pool: Pool, copied: Iterable[CopiedInput], results: Sequence[Any]) -> list[Tensor]:
         tensors = [*self._buffers, *self._state.memory]
         inputs = [AliasedInput.of(i, tensor) for i, tensor in enumerate(tensors) if has_storage(tensor)]
         self.outputs = Outputs([*results], inputs, [True] * len(results), self._state.device, pool.alias)
-        return self.outputs.sources()
+        buffers = {each.arg: each.buffer for each in copied}
+        return [*self.outputs.sources(), *map(buffers.__getitem__, self.written)]
+
+    def disowned(self) -> Outputs:
+        """The outputs, without their memory."""
+        assert self.outputs is not None
+        self.outputs.disown()
+        return self.outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -535,12 +559,10 @@ class StepCapture:
         targets = [each.target for each in copied]
         numbers = self.calls.numbers
         numbers.check_facts(lambda: state.again().facts)
-        graph = numbers.captured(pool, partial(body.run, self.backend), targets, partial(body.copied_out, pool))
+        graph = numbers.captured(pool, partial(body.run, self.backend), targets, partial(body.copied_out, pool, copied))
         _refuse_gradients(state)
-        outputs = body.outputs
-        assert outputs is not None
-        outputs.disown()
-        touched = self._touched(versions, buffers)
+        outputs = body.disowned()
+        touched = self._touched(versions, buffers, body.written)
         taken = numbers.taken(touched, graph.missing)
         self._refuse_what_python_did(outside, places)
         missing = self._what_replays_would_miss()
@@ -577,6 +599,7 @@ class StepCapture:
             gradient_nbytes=nbytes(g for g in tensors if g is not None and _is_in(g, pool)),
             only_once=missing,
             carried=body.carried,
+            written=body.written,
             replaced=storages.replaced(),
             added=body.added,
             communicates=self.calls.groups,
@@ -599,23 +622,27 @@ class StepCapture:
             raise CaptureLater(*reason)
         return [*self.batch.tensors, *carried]
 
-    def _touched(self, versions: Sequence[int], buffers: Sequence[Tensor]) -> list[Tensor]:
+    def _touched(self, versions: Sequence[int], buffers: Sequence[Tensor], written: Collection[int]) -> list[Tensor]:
         """The tensors of the state that the step writes to; `CaptureRefused` if it writes to an argument.
 
         Args:
             versions: before the step, of the state's tensors and of the buffers that stand for the arguments.
+            written: positions of what replays copy back.
         """
         state, tensors = self.state, self.state.with_memory
         has_changed = [version(tensor) != then for tensor, then in zip((*tensors, *buffers), versions)]
         names = [each.label for each, value in zip(state.carried, state.carried_values()) for _ in value.tensors]
         found = (None,) * len(self.batch.tensors)
-        for label in compress([*found, *names], has_changed[len(tensors) :]):
+        copied_back = {id(buffers[i]) for i in written}
+        others = [id(buffer) not in copied_back for buffer in buffers]
+        for label in compress(compress([*found, *names], others), compress(has_changed[len(tensors) :], others)):
             if label is None:
                 raise CaptureRefused("the step writes to an argument", "clone it first")
             fix, line = "make a new one, as in x = x + 1 for x += 1", state.line_of(label)
             problem = f"the step writes to the tensor that it finds in {label}{line}, and puts another there"
             raise CaptureRefused(problem, fix)
-        for line in (self.calls.written[at] for at in map(address_if_any, buffers) if at in self.calls.written):
+        found_at = map(address_if_any, compress(buffers, others))
+        for line in (self.calls.written[at] for at in found_at if at in self.calls.written):
             raise CaptureRefused(f"a collective writes to an argument of the step{line}", "clone it first")
         counters = {id(each.n_averaged) for each in state.averages}  # their versions say who else writes to them
         return [each for each, changed in zip(tensors, has_changed) if changed and id(each) not in counters]
@@ -725,6 +752,14 @@ def _shared(batch: Batch, state: StepState, carried: Sequence[Tensor], memory: f
         problem = f"an argument is a {type(same).__name__} that the step reads from outside as well"
         return SkipReason(problem, COPY_CONTAINER)
     return _SHARES if _storages(batch.tensors) & (memory | kept) else None
+
+
+def _written_twice(carried: Sequence[Tensor], written: Collection[int]) -> SkipReason | None:
+    """Whether two tensors that are carried share memory, if some are copied back."""
+    if not written:
+        return None
+    are_apart = len(_storages(carried)) == len({id(each) for each in carried if address_if_any(each)})
+    return None if are_apart else KEPT_SHARES
 
 
 def _storages(tensors: Iterable[Any]) -> frozenset[int]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 import types
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import CellType, MappingProxyType
@@ -28,7 +29,7 @@ from thunder_cg.compat.guards import addresses_equal, attribute_guard, names_of,
 from thunder_cg.compat.settings import inside_autocast
 from thunder_cg.compat.tensors import has_storage, is_wrapper, storage_id, tensors_in
 from thunder_cg.errors import CaptureRefused, SkipReason
-from thunder_cg.runtime.tensors import has_history, layout, same_tensors
+from thunder_cg.runtime.tensors import has_history, is_whole, layout, same_tensors
 from thunder_cg.step.attributes import Attributes, Names, only_sets
 from thunder_cg.step.collector import CONTAINERS, Collector, is_simple
 from thunder_cg.step.facts import Content, Facts, Same, is_equal, subject
@@ -41,6 +42,7 @@ from thunder_cg.step.places import Carried, Place, place_of_read
 from thunder_cg.step.reads import GROWING, Called, Read, is_compiled, reads_in, reads_of
 from thunder_cg.step.snapshot import Snapshot, Undo, undos_of
 
+_MAX_REPLACED = 2**20  # bytes that are copied in and out in each call, rather than captured again
 _MOST_LINES = 3  # of those that name a container
 
 
@@ -113,7 +115,8 @@ class StepState:
         self.parameters = [each for each in self.tensors if _may_get_gradient(each, id(each) in trained)]
         self._holders = [*others.holders, *heavy.holders]
         self.averages = heavy.averages
-        self.places = simple.places | others.places | heavy.places
+        self.places_named = simple.places | others.places
+        self.places = self.places_named | heavy.places
         self.carried = [*{**simple.carried, **others.carried, **heavy.carried}.values()]
         self.kinds, self.compiled_kinds = others.kinds | heavy.kinds, others.compiled_kinds | heavy.compiled_kinds
 
@@ -518,6 +521,36 @@ def newly_carried(before: StepState, after: StepState, places: Sequence[Any]) ->
                 carried_at[label] = place
             break
     return carried_at
+
+
+def replaced_outside(before: Facts, after: StepState) -> dict[Any, Place]:
+    """Where the step finds a small tensor in the place of another one that is laid out alike, by the keys of places.
+
+    What it names counts, such as a total that a loop sets to a new zero; what optimizers and modules have may be large.
+    """
+    memory = Counter(storage_id(each) for each in after.memory if has_storage(each))
+    keys: dict[int, set[Any]] = {}  # of places where a tensor is, by its identity
+    for label, found_at in after.places.items():
+        fact = after.facts[label]
+        key = found_at[-1][0].key if found_at else None
+        keys.setdefault(id(fact.value) if isinstance(fact, Same) else 0, set()).add(key)
+    replaced: dict[Any, tuple[Place, Carried]] = {}
+    for label, found_at in after.places_named.items():
+        then, now = before.get(label), after.facts[label]
+        if not (found_at and isinstance(then, Same) and isinstance(now, Same)) or then == now:
+            continue
+        place = found_at[-1][0]
+        carried = Carried.of(place.get(), after.device.type)
+        if carried is None or type(then.value) is not Tensor or layout(then.value) != layout(now.value):
+            continue
+        is_small = sum(each.nbytes for each in carried.tensors) <= _MAX_REPLACED
+        if is_small and all(is_whole(each) and memory[storage_id(each)] == 1 for each in carried.tensors):
+            replaced[place.key] = place, carried
+    alone = (
+        (place, all(keys[id(each)] <= replaced.keys() for each in carried.tensors))
+        for place, carried in replaced.values()
+    )
+    return {place.key: place for place, is_alone in alone if is_alone}
 
 
 def _may_get_gradient(tensor: Tensor, may: bool) -> bool:
