@@ -143,6 +143,26 @@ def test_layers_that_repeat_are_tried_once(backend, device, monkeypatch):
     assert trials(3) == trials(2) > 0
 
 
+def test_an_operator_is_tried_once_for_sizes_that_are_equal_alike(monkeypatch):
+    """Where it takes no integers. Each layer of a model for images has another size."""
+    tried = []
+    real = utils.try_execute_thunder_symbol
+    monkeypatch.setattr(utils, "try_execute_thunder_symbol", lambda *args: tried.append(args[1].name) or real(*args))
+
+    def trials(*shapes: tuple[int, ...]) -> list[str]:
+        tried.clear()
+        fn = lambda *xs: [torch.sin(x) + x.mean(-1, keepdim=True) for x in xs]  # noqa: E731
+        compiled = thunderfx(fn, backend="tape", dynamic=False)
+        compiled(*(torch.randn(shape, requires_grad=True) for shape in shapes))
+        assert not outside(compiled)
+        return [name.partition("_")[0] for name in tried]
+
+    assert trials((2, 3, 4), (5, 6, 7)).count("sin") == 1
+    assert trials((2, 3, 4), (5, 6, 7)).count("mean") == 2, "an integer may depend on the sizes"
+    for other in ((2, 2, 4), (1, 3, 4), (0, 3, 4), (3, 4)):
+        assert trials((2, 3, 4), other).count("sin") == 2, other
+
+
 @pytest.mark.usefixtures("cut")
 def test_an_operator_is_tried_with_each_kind_of_arguments(pair, device):
     """Thunder traces only the first two."""

@@ -197,13 +197,22 @@ def _under_autocast(symbol: Any, casts: Sequence[Autocast]) -> Any:
 def _trial(symbol: Any, node: Node, options: dict[str, Any], casts: Sequence[Autocast]) -> Any:
     """All that Thunder's trial of a symbol with a node's arguments depends on; None if that is not known to be all.
 
-    A model repeats its layers, and a trial takes a tenth of a second: it traces and differentiates the symbol.
+    A model repeats its layers, and a trial takes a tenth of a second, of a batch norm half a second: it traces and
+    differentiates the symbol. PyTorch has taken these sizes already. Where no integer is among the arguments, Thunder
+    only asks which sizes are equal, and which are 0 or 1.
     """
     leaves, structure = tree_flatten((node.args, node.kwargs))
+    values = [*map(example, leaves)]
+    sizes_count = any(type(value) in (int, slice) for value in values)
     known: list[Any] = []
-    for value in map(example, leaves):
+    numbers: dict[int, str] = {}
+    for value in values:
         if type(value) in (FakeTensor, torch.nn.Parameter) and all(type(size) is int for size in value.shape):
-            known.append((value.shape, value.dtype, value.device, value.requires_grad))
+            shape = tuple(
+                size if sizes_count or size <= 1 else numbers.setdefault(size, f"size {len(numbers)}")
+                for size in value.shape
+            )
+            known.append((shape, value.dtype, value.device, value.requires_grad))
         elif isinstance(value, (bool, int, float, complex, str, type(None), torch.dtype, torch.device, type(...))):
             known.append((type(value), repr(value)))
         elif isinstance(value, slice) and all(

@@ -158,18 +158,10 @@ def size_at(tensor: Any, i: int, number: int | torch.SymInt, method: str = "size
 def make_tensor(node: Node) -> None:
     """``torch.as_tensor(x)`` is ``x.to(x.device, x.dtype)`` for a tensor, which Thunder has."""
     source, result = node.args[0] if node.args else None, example(node)
-    if not isinstance(source, Node):
+    if not isinstance(example(source), torch.Tensor):
         _make_of_numbers(node)
-    elif node.target is torch.as_tensor and isinstance(example(source), torch.Tensor) and not is_of_array(node):
+    elif node.target is torch.as_tensor and not is_of_array(node):
         call_instead(node, torch.Tensor.to, source, result.device, result.dtype)
-
-
-def fill_with_size(node: Node) -> None:
-    """``torch.tensor(x.shape[0])`` is ``torch.full((), x.shape[0])`` where the size varies."""
-    size, result = node.args[0] if len(node.args) == 1 else None, example(node)
-    is_size = isinstance(size, Node) and isinstance(example(size), torch.SymInt)
-    if is_size and isinstance(result, torch.Tensor) and not node.kwargs.keys() - {"dtype", "device"}:
-        call_instead(node, torch.full, (), size, dtype=result.dtype, device=result.device)
 
 
 def store_at_tensors(node: Node) -> None:
@@ -201,14 +193,16 @@ def _make_of_numbers(node: Node) -> None:
     """``torch.as_tensor([2, 3])`` is ``torch.tensor([2, 3])``, which Thunder has, as new memory either way.
 
     ``torch.tensor([-1])`` is ``torch.full((1,), -1)``, which copies nothing from the host. So are a few numbers that
-    differ, as the mean of each color of an image, one by one.
+    differ, as the mean of each color of an image or the sizes of one, one by one.
     """
     result = example(node)
-    numbers = [(type(leaf), repr(leaf), leaf) for leaf in tree_leaves(node.args)]
+    numbers = [(type(example(leaf)), repr(leaf), leaf) for leaf in tree_leaves(node.args)]
     if len(node.args) == 1 and all(isinstance(leaf, (int, float)) for *_, leaf in numbers):
         node.target = torch.tensor
-    fits = {int: (torch.int32, torch.int64), float: (torch.float32, torch.float64), bool: (torch.bool,)}
+    integers, floats = (torch.int32, torch.int64), (torch.float32, torch.float64)
+    fits = {int: integers, float: floats, bool: (torch.bool,), torch.SymInt: (*integers, *floats)}
     kinds, texts = {kind for kind, *_ in numbers}, {text for _, text, _ in numbers}
+    kinds = kinds - {torch.SymInt} or kinds
     if not isinstance(result, torch.Tensor) or len(kinds) != 1 or node.kwargs.keys() - {"dtype", "device"}:
         return
     options: dict[str, Any] = {"dtype": result.dtype, "device": result.device}

@@ -87,7 +87,7 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
         if (write := _CALLS.get(node.target)) is not None:
             write(node)
         elif is_tensor_of_sizes(node.target):
-            constants.fill_with_size(node)
+            constants.make_tensor(node)
         elif constants.is_size(node):
             constants.write_out(node)
         elif node.target is torch.ops.higher_order.autograd_function_apply and not is_checkpointed:
