@@ -18,6 +18,7 @@ Every test compares with uncaptured Thunder, bit for bit.
 | in-place writes to an input are lost                          | test_written_inputs                    |
 | a view of a written input is taken for an older one           | test_views_of_written_inputs           |
 | so is the version of what is written in inference mode        | test_versions_in_inference_mode        |
+| a view that is written is none that Thunder knows             | test_written_views                     |
 | an operator writes its input because it is asked to            | test_inplace_operators                 |
 | a strided view shows more than the tensor it is taken of      | test_strided_views                     |
 | so does one of a tensor that a region has made                | test_strided_views_of_results          |
@@ -115,6 +116,7 @@ import torch
 from models import Dropout, LayerNorm, Linear, Precomputed
 from support import on_threads, programs, regions, replays, same, same_state
 from torch import nn
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -524,6 +526,40 @@ def test_parts_of_one_tensor_as_arguments(twins, device):
     for make in (lambda b: (b[:2], b[1:3]), lambda b: (b, b.t()), lambda b: (b[:, :2], b[:, 1:3])):
         with pytest.raises(SharedMemoryError, match="pass the whole tensor and take its parts inside"):
             graphed(None, *make(base.clone()))
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda y: y.mT,
+        lambda y: y.type(torch.float32),
+        lambda y: F.dropout(y, 0.5, False),
+        lambda y: y.ravel(),
+        lambda y: torch.moveaxis(y, 0, 1),
+    ],
+    ids=["mT", "type", "dropout", "ravel", "moveaxis"],
+)
+@pytest.mark.nightly_after(3)
+def test_written_views(transform, device, view):
+    """Thunder alone does not know most of them, and reads old values of what they show: this is as in PyTorch."""
+
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4, device=device)
+
+        def forward(self, x, c):
+            y = c * 2
+            view(y).mul_(3)
+            return self.linear(x) * y
+
+    model = Writes()
+    graphed = thunder.jit(copy.deepcopy(model), transforms=[transform()])
+    for grad in (torch.enable_grad, torch.no_grad):
+        for _ in range(CALLS):
+            x, c = torch.randn(2, 4, 4, device=device)
+            with grad():
+                same(graphed(x, c), model(x, c))
 
 
 def test_views_of_another_kind_as_arguments(transform, device):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from support import regions, same
+from torch import nn
 
 from thunder_cg import explain, thunderfx
 
@@ -80,3 +82,46 @@ def test_a_view_that_is_returned_alone_is_in_the_graph(backend, device):
         x = torch.ones(3, 3, device=device, requires_grad=True)
         sum(result.sum() for result in graphed(x)).backward()
     assert not explain(graphed).outside and any(region["replays"] for region in regions(graphed))
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda y: y.mT,
+        lambda y: y.diagonal(),
+        lambda y: y.imag,
+        lambda y: y.mT.real[1:],
+        lambda y: y.T,
+        lambda y: torch.einsum("ij->ji", y),
+    ],
+    ids=["mT", "diagonal", "imag", "real of mT", "T", "einsum"],
+)
+@pytest.mark.parametrize("is_written", [True, False])
+@pytest.mark.nightly_after(4)
+def test_a_view_beside_what_trains(backend, device, view, is_written):
+    """Of what has no gradient, where a layer has one: it is written, or shows what is written to the other."""
+
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4, device=device)
+
+        def forward(self, x, c):
+            y = c * 2
+            part = view(y)
+            (part if is_written else y).mul_(3)
+            return self.linear(x) * y.abs(), part, y
+
+    model = Writes()
+    twin = copy.deepcopy(model)
+    graphed = thunderfx(twin, backend=backend)
+    for _ in range(4):
+        x, c = torch.randn(4, 4, device=device), torch.randn(4, 4, device=device, dtype=torch.complex64)
+        found, expected = (each(x, c) for each in (graphed, model))
+        same(found, expected)
+        for each in (found, expected):
+            each[0].sum().backward()
+            each[2].zero_()
+        assert not found[1].any()
+    same([p.grad for p in twin.parameters()], [p.grad for p in model.parameters()])
+    assert not explain(graphed).outside and all(region["replays"] for region in regions(graphed))

@@ -94,6 +94,17 @@ def symbol_has_effect(symbol: BoundSymbol) -> bool:
     return has_effect(op_of(symbol))
 
 
+def symbol_makes_views(symbol: BoundSymbol) -> bool:
+    """Whether a symbol of any trace computes nothing, and returns views of its first tensor."""
+    return _makes_views(op_of(symbol))
+
+
+def _makes_views(op: Op) -> bool:
+    if op.executor is None and op.subs:
+        return all(map(_makes_views, op.subs))
+    return op.rule is not None and op.rule.aliases is AliasedInputs.FIRST and not op.rule.launches_kernels
+
+
 def _communicates(op: Op) -> bool:
     """Whether it is a collective, or waits for one."""
     if op.bookkeeping:

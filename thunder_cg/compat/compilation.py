@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import thunder
 import torch
 from thunder import CacheEntry
+from thunder.core import update_aliases
 from thunder.core.compile_data import (
     _compile_data,
     get_compile_data,
@@ -28,7 +29,6 @@ from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
-from thunder.core.update_aliases import insert_alias_updates
 from thunder.transforms.autocast import autocast_impls
 from torch.utils import _pytree as torch_pytree
 
@@ -133,10 +133,20 @@ def mark_aliases_with(mark: Callable[[TraceCtx, TraceCtx, list[list[int]]], Trac
     def insert(trace: TraceCtx, groups: list[list[int]]) -> TraceCtx:
         compiling = sys._getframe(1).f_locals
         if not owns_regions(compiling["transforms"]):
-            return insert_alias_updates(trace, groups)
+            return update_aliases.insert_alias_updates(trace, groups)
         return mark(compiling["prologue_trc"], trace, groups)
 
     thunder.insert_alias_updates = insert
+
+
+def know_views_by(makes_views: Callable[[BoundSymbol], bool]) -> None:
+    """Has Thunder take more for views than its table (0.2.6) does, which lacks ``x.mT``, where ours captures graphs."""
+    known = update_aliases._is_view_creation_op
+
+    def is_view(symbol: BoundSymbol) -> bool:
+        return known(symbol) or (is_ours(get_compile_data()) and makes_views(symbol))
+
+    update_aliases._is_view_creation_op = is_view
 
 
 def connect_with(connect: Callable[[CacheEntry, dict[str, Any]], None]) -> None:

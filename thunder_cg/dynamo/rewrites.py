@@ -22,6 +22,7 @@ from thunder_cg.compat.fx import (
     inside_transforms,
     is_collective,
     modes_of,
+    operator_name,
     without_gradient,
 )
 from thunder_cg.compat.operators import is_tensor_of_sizes
@@ -160,18 +161,18 @@ def _leave_out_of_backward(graph: Graph, transformed: frozenset[str], options: d
     """Of what has no gradient, Thunder differentiates what it can, such as ``x * 2``, and raises for the rest.
 
     The rest, such as ``x.round()`` of a float without one, and ``x.isfinite()`` of any, is computed under
-    ``torch.no_grad``, of which it knows.
+    ``torch.no_grad``, of which it knows. So is ``x.diagonal()``, of which it would make a copy.
     """
     nodes = [*graph.nodes]
     if not any(requires_grad(example(node)) for node in nodes):
         return
     untracked = transformed | without_gradient(graph)
     for node in nodes:
-        inputs = example(node.all_input_nodes)
         is_call = node.op in ("call_function", "call_method") and node.name not in untracked
         has_gradient = any(map(requires_grad, tree_leaves(example(node))))
-        if not is_call or has_gradient or not any(map(is_inexact, tensors_in(inputs))):
+        if not is_call or has_gradient or not any(map(is_inexact, tensors_in(example(node.all_input_nodes)))):
             continue
-        is_fresh = NEW in node.meta or not (written_by(node) or shares_memory(inputs, example(node)))
-        if is_fresh and is_supported(node, options, with_gradient=False) and not is_differentiable(node, options):
+        writes = NEW not in node.meta and written_by(node)
+        is_differentiated = operator_name(node) != "diagonal" and is_differentiable(node, options)
+        if not (writes or is_differentiated) and is_supported(node, options, with_gradient=False):
             compute_with_grad_mode(node, enabled=False)

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from thunder_cg.analysis.aliasing import Aliasing
+from thunder_cg.analysis.aliasing import Aliasing, symbol_makes_views
 from thunder_cg.analysis.ops import read
 from thunder_cg.compat import thunder as compat
-from thunder_cg.compat.compilation import arguments_of_compilation, mark_aliases_with
+from thunder_cg.compat.compilation import arguments_of_compilation, know_views_by, mark_aliases_with
 from thunder_cg.compat.tensors import has_storage, storage_id
 from thunder_cg.compat.thunder import TraceCtx, TraceProvenance, from_trace
 from thunder_cg.errors import SharedMemoryError
@@ -91,6 +91,7 @@ def _mark_aliases(prologue: TraceCtx, computation: TraceCtx, found: list[list[in
 
 
 mark_aliases_with(_mark_aliases)
+know_views_by(symbol_makes_views)
 
 
 class SharingCheck:
