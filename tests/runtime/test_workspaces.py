@@ -58,7 +58,9 @@ class FakeCuda:
 
 @pytest.fixture
 def fake(monkeypatch):
-    fake = FakeCuda()
+    fake, threads = FakeCuda(), streams.modules_of_threads
+    those_of_pytest = threads()
+    monkeypatch.setattr(streams, "modules_of_threads", lambda: threads() - those_of_pytest)
     monkeypatch.setattr(cuda, "new_stream", lambda index: object())
     monkeypatch.setattr(cuda, "current_raw_stream", lambda index: fake.current.cuda_stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: fake.current)
