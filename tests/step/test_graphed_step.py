@@ -1747,6 +1747,41 @@ def test_scaler(step_twins, dtype):
     assert step.captures == 1 and step.replays >= 10, why(step)
 
 
+def test_a_scaler_and_micro_batches(step_twins):
+    """A capture leaves tensors in the scaler's old state, which nothing but the state of its graph refers to then."""
+
+    def run(graphed):
+        torch.manual_seed(0)
+        trainer = SimpleNamespace(model=step_twins.model())
+        trainer.optimizer = adamw(trainer.model.parameters(), lr=0.01)
+        trainer.scaler = torch.amp.GradScaler(step_twins.device, init_scale=2.0**8, growth_interval=3)
+
+        def step(x, y, is_last):
+            loss = cross_entropy(trainer.model(x), y) / 2
+            trainer.scaler.scale(loss).backward()
+            trainer.total += loss.detach()
+            if is_last:
+                trainer.scaler.unscale_(trainer.optimizer)
+                nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
+                trainer.scaler.step(trainer.optimizer)
+                trainer.scaler.update()
+                trainer.optimizer.zero_grad()
+            return loss
+
+        step, found = graphed(step), []
+        for i in range(24):
+            if i % 8 == 0:
+                trainer.total = torch.zeros((), device=step_twins.device)
+            found.append(step(*step_twins.batch(5 if i % 8 < 7 else 3), i % 2 == 1).detach())
+            found.append(trainer.total.clone())
+            found.append([each.detach().clone() for each in trainer.model.parameters()])
+            found.append(torch.tensor(trainer.scaler.get_scale()))
+        return found, step
+
+    step = step_twins.both(run)
+    assert step.captures <= 5 and step.replays >= 10, why(step)
+
+
 def test_anomaly_detection(step_twins):
     """No replay looks for NaN."""
     model, (x, y) = step_twins.model(), step_twins.batch()

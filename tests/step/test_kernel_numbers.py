@@ -70,6 +70,27 @@ def test_schedulers(step_twins, name):
     assert ("; replays set lr, " if is_number else "; replays set ") in str(explain(step))
 
 
+def test_an_optimizer_of_which_the_step_names_only_what_a_scheduler_has_replaced(step_twins):
+    """`step` is a function then, which is bound to nothing."""
+
+    def step_of(model, make_optimizer):
+        optimizer = make_optimizer(model.parameters())
+
+        def step(x, y):
+            model.zero_grad()
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        step.optimizer = optimizer
+        return step
+
+    make = scheduled(partial(CosineAnnealingLR, T_max=20), fused(AdamW, step_twins.device), step_of)
+    step = step_twins.train(*make)
+    assert step.captures == 1 and step.replays >= CALLS - 3, why(step)
+
+
 def sets(**changes):
     """Sets numbers of the first group of the optimizer after each call."""
 

@@ -474,6 +474,36 @@ def test_numbers_that_grow(step_twins):
     assert step.replays >= 6, step.in_python
 
 
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_dictionary_of_what_the_step_only_adds_to(step_twins, reads):
+    """Tensors and numbers, which the loop sets back."""
+
+    def run(graphed):
+        meter = {}
+
+        def adds(x):
+            largest = x.max()
+            meter["loss"] += x.sum()
+            meter["n"] += len(x)
+            meter["largest"] = meter["largest"] + largest
+            return x * 2
+
+        def adds_and_reads(x):
+            return adds(x) * meter["n"]
+
+        step, found = graphed(adds_and_reads if reads else adds), []
+        for i in range(24):
+            if i % 6 == 0:
+                zeros = [torch.zeros((), device=step_twins.device) for _ in range(2)]
+                meter.update(zip(("loss", "largest"), zeros), n=0)
+            found.append(step(step_twins.batch()[0]))
+            found += [meter["loss"].clone(), meter["largest"].clone(), torch.tensor(meter["n"])]
+        return found, step
+
+    step = step_twins.both(run)
+    assert step.replays == 0 if reads else step.captures <= 2 and step.replays >= 19, step.in_python
+
+
 class Smoothed:
     """Counts how often its mean is set."""
 

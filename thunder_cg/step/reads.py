@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import thunder
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from thunder_cg.compat.guards import names_of
 from thunder_cg.compat.torch import IS_PROFILING
@@ -323,6 +324,8 @@ class _NamedVariable:
                 return self._read((*before, name), partial(bound_property, partial(self.look_up, before), name))
             if (isinstance(owner, torch.Tensor) and name not in vars(owner)) or is_computed(owner, name):
                 return self._read(before)
+            if isinstance(owner, Optimizer) and is_function(names_of(owner).get(name)):  # a scheduler's, for its step
+                return self._read(before)
         return self._read(attributes)
 
     def _read(
@@ -334,13 +337,13 @@ class _NamedVariable:
         return (id(start), *path[1]), Read(label, get, path=path, line=self.line, only_grows=only_grows)
 
     def _grown_item(self, before: tuple[Any, ...], item: Item, rest: tuple[Any, ...]) -> tuple[Any, Read] | None:
-        """A number to which the code only adds, or ``append`` of a list; None if the item is something else."""
+        """What the code only adds to, a number or a tensor, or ``append`` of a list; None if it is something else."""
         start, names = self.path
         label, value = f"{'.'.join((self.label, *before))}[{item.key!r}]", self.look_up((*before, item))
-        if rest == (ADDED_TO,) and type(value) is int:
+        if rest == (ADDED_TO,) and type(value) in (int, torch.Tensor):
             path = start, (*names, *before, item.key)
-            get = partial(self.look_up, (*before, item))
-            return (id(start), *path[1]), Read(label, get, path=path, line=self.line, only_grows=True)
+            get, is_number = partial(self.look_up, (*before, item)), type(value) is int
+            return (id(start), *path[1]), Read(label, get, path=path, line=self.line, only_grows=is_number)
         if rest != (ADDED_TO,) and type(value) in GROWING:
             get, place = partial(self.look_up, (*before, item, *rest)), (id(start), *names, *before, item, *rest)
             return place, Read(f"{label}.{rest[-1]}", get, line=self.line)

@@ -29,7 +29,7 @@ from torch.random import fork_rng
 from thunder_cg.compat.autograd import before_backwards
 from thunder_cg.compat.cuda import hidden_capture, is_of_capture
 from thunder_cg.compat.distributed import ProcessGroup, local_tensor
-from thunder_cg.compat.objects import counting
+from thunder_cg.compat.objects import alive, counting
 from thunder_cg.compat.settings import Settings, kernel_settings
 from thunder_cg.compat.tensors import has_storage, is_size, tree_flatten, tree_leaves, tree_unflatten, version
 from thunder_cg.errors import CaptureLater, CaptureRefused, ReplayRefused, SkipReason, without_frames
@@ -96,6 +96,7 @@ class StepRecording(RecordingUse):
     collectives: Collectives | None = None  # that it holds
     communicates: Mapping[ProcessGroup, Sequence[StepCollective]] = field(default_factory=dict)  # see `Calls.groups`
     before: tuple[Snapshot, GradientsBefore] | None = None  # the capture, until the first replay
+    left_behind: Sequence[weakref.ref[Tensor]] = ()  # by the capture, in containers that the state still refers to
 
     def arenas(self) -> list[Arena]:
         """The one that all recordings of the step use."""
@@ -540,6 +541,8 @@ class StepCapture:
                 self.calls.gradients.clear()
         snapshot.take(self.calls.undos)
         recording.before = snapshot, before
+        pool = self.arena.pool(state.device)
+        recording.left_behind = [weakref.ref(each) for each in state.tensors_in_holders() if _is_in(each, pool)]
         state.release()
         for known in (*recording.left, *filter(None, recording.gradients_before.copied)):
             known.count()
@@ -703,7 +706,7 @@ class StepCapture:
             *self.state.tensors_in_holders(),
         ]
         for other in self.others:
-            held += [*other.graph.tensors(), *other.outputs.sources(), *other.buffers()]
+            held += [*other.graph.tensors(), *other.outputs.sources(), *other.buffers(), *alive(other.left_behind)]
             held += map(local_tensor, other.gradients_before.tensors)  # which a graph may have left that is gone
         return held
 
