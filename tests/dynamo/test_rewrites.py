@@ -412,6 +412,14 @@ def test_sum_of_sizes_that_vary(backend, device):
     assert not explain(graphed).outside
 
 
+def test_smallest_and_middle_values(backend, device):
+    def fn(y):
+        coarse = y.round() + y * 0
+        return torch.min(coarse, y.detach().round()) + y.min(1, keepdim=True)[0] * y.median(1).values[:, None]
+
+    assert one_region_each_way(trains_alike(Around(fn).to(device), lambda: torch.randn(4, 8, device=device), backend))
+
+
 def test_a_draw_that_has_no_derivative(backend, device):
     """As SpeechT5 has it. PyTorch raises where the gradient is wanted."""
 
