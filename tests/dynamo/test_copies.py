@@ -128,6 +128,7 @@ def test_where_some_have_no_gradient(backend, device, wanted):
 def test_where_nothing_has_a_gradient(backend, device, mode):
     def fn(x, z, s, rows, mask):
         y = x * 2
+        y[(mask,)] = 0.5
         y[[0, 2]] = z
         y[rows] = z
         y[0] *= z
@@ -147,6 +148,32 @@ def test_a_cast_into_what_the_graph_makes(backend, device):
         return [y.float() * x]
 
     assert one_region_each_way(trains_alike(fn, backend, device))
+
+
+@pytest.mark.parametrize(
+    ("write", "wanted"),
+    [
+        ("y[mask] *= 2", "z"),
+        ("y[mask] *= 2", "x"),
+        ("y[(mask,)] = s", "z"),
+        ("y[mask] = x[mask]", "z"),
+        ("y[mask] = s", "z"),
+        ("y[(mask,)] += s", "xz"),
+    ],
+)
+@pytest.mark.nightly_after(3)
+def test_masks_beside_what_trains(backend, device, write, wanted):
+    """How many elements a mask selects is known on the host alone: no graph has that, and no gradient is lost."""
+    names: dict[str, Any] = {}
+    exec(f"def write(y, x, s, mask): {write}", names)
+    write_to = names["write"]
+
+    def fn(x, z, s, rows, mask):
+        y = x * 2
+        write_to(y, x, s, mask)
+        return [y * z]
+
+    trains_alike(fn, backend, device, wanted=wanted)
 
 
 def test_a_mask_for_each_dimension(backend, device):

@@ -416,6 +416,28 @@ def test_sum_of_sizes_that_vary(backend, device):
     assert not explain(graphed).outside
 
 
+def test_smallest_and_middle_values(backend, device):
+    def fn(y):
+        coarse = y.round() + y * 0
+        return torch.min(coarse, y.detach().round()) + y.min(1, keepdim=True)[0] * y.median(1).values[:, None]
+
+    assert one_region_each_way(trains_alike(Around(fn).to(device), lambda: torch.randn(4, 8, device=device), backend))
+
+
+def test_a_draw_that_has_no_derivative(backend, device):
+    """As SpeechT5 has it. PyTorch raises where the gradient is wanted."""
+
+    def consistent_dropout(x):
+        mask = torch.bernoulli(x[0], p=0.3)
+        return torch.where(mask.unsqueeze(0).repeat(4, 1) == 1, x, 0) * 2
+
+    model = Around(consistent_dropout).to(device)
+    assert one_region_each_way(trains_alike(model, lambda: torch.randn(4, 8, device=device), backend))
+    wanted = thunderfx(Around(lambda x: x * torch.bernoulli(x, p=0.3)).to(device), backend=backend)
+    with pytest.raises(RuntimeError, match="derivative for aten::bernoulli is not implemented"):
+        wanted(torch.randn(4, 8, device=device)).sum().backward()
+
+
 def test_stochastic_depth(backend, device):
     """As timm and torchvision have it. The draw is not repeated in the backward."""
 

@@ -74,9 +74,12 @@ def _copy_to_out(node: Node) -> None:
 
 
 def _fill_masked(node: Node) -> None:
-    """``y[mask] = 0`` is ``y.masked_fill_(mask, 0)``, which a compiler can fuse."""
+    """``y[mask] = 0`` is ``y.masked_fill_(mask, 0)``, which a compiler can fuse, and so is ``y[(mask,)] = 0``."""
     if node.target is not operator.setitem:
         return
+    index: Any = node.args[1]
+    if isinstance(index, tuple) and len(index) == 1 and isinstance(index[0], Node):
+        node.args = (node.args[0], index[0], node.args[2])
     tensor, mask = example(node.args[:2])
     is_masked = isinstance(mask, torch.Tensor) and mask.dtype is torch.bool and mask.shape == tensor.shape
     if is_masked and type(node.args[2]) in (int, float) and tensor.is_floating_point() and not requires_grad(tensor):

@@ -49,6 +49,7 @@ _CALLS: dict[Any, Callable[[Node], None]] = {
     torch.einsum: calls.pass_each_operand,
     **dict.fromkeys(("index_put", torch.index_put), copies.put_to_copy),
     **dict.fromkeys((torch.imag, torch.real), calls.take_part_to_new_memory),
+    **dict.fromkeys(("bernoulli", torch.bernoulli), calls.draw_without_gradient),
     F.embedding: calls.embed_with_padding,
     F.multi_head_attention_forward: own_symbols.trace_multi_head_attention,
     "masked_scatter": calls.scatter_without_waiting,
@@ -160,8 +161,8 @@ def _detach_data(graph: Graph) -> None:
 def _leave_out_of_backward(graph: Graph, transformed: frozenset[str], options: dict[str, Any]) -> None:
     """Of what has no gradient, Thunder differentiates what it can, such as ``x * 2``, and raises for the rest.
 
-    The rest, such as ``x.round()`` of a float without one, and ``x.isfinite()`` of any, is computed under
-    ``torch.no_grad``, of which it knows. So is ``x.diagonal()``, of which it would make a copy.
+    The rest, such as ``x.round()`` of a float without one, ``x.isfinite()`` of any and ``x[mask] = y``, is computed
+    under ``torch.no_grad``, of which it knows. So is ``x.diagonal()``, of which it would make a copy.
     """
     nodes = [*graph.nodes]
     if not any(requires_grad(example(node)) for node in nodes):
@@ -169,10 +170,10 @@ def _leave_out_of_backward(graph: Graph, transformed: frozenset[str], options: d
     untracked = transformed | without_gradient(graph)
     for node in nodes:
         is_call = node.op in ("call_function", "call_method") and node.name not in untracked
-        has_gradient = any(map(requires_grad, tree_leaves(example(node))))
+        has_gradient = any(map(requires_grad, tree_leaves((example(node), example(written_by(node))))))
         if not is_call or has_gradient or not any(map(is_inexact, tensors_in(example(node.all_input_nodes)))):
             continue
-        writes = NEW not in node.meta and written_by(node)
+        writes = NEW not in node.meta and written_by(node) and node.target is not operator.setitem
         is_differentiated = operator_name(node) != "diagonal" and is_differentiable(node, options)
         if not (writes or is_differentiated) and is_supported(node, options, with_gradient=False):
             compute_with_grad_mode(node, enabled=False)

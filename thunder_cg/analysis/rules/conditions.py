@@ -70,6 +70,12 @@ def _tensors_on(device: str, *trees: Any) -> list[TensorArgument]:
     return [tensor for tensor in _tensors_in(trees) if tensor.device == device]
 
 
+def _reduces_all_on_cpu(call: Arguments) -> bool:
+    """Whether it gets a tensor alone: ``torch.min(x)``, and neither ``torch.min(x, y)`` nor ``torch.min(x, 0)``."""
+    of = call.operator or call
+    return _runs_on_cpu(call) and len(of.positional) == 1 and of.keywords.keys().isdisjoint(("dim", "other"))
+
+
 def _is_given(*names: str) -> Callable[[Arguments], bool]:
     return lambda call: any(call.argument(name) is not None for name in names)
 
@@ -224,8 +230,9 @@ CLASSES_CHECKED = Condition(
           "give num_classes; on a CPU, write (x[..., None] == torch.arange(n, device=x.device)).long()"),
     Evidence.MEASURED)
 NAN_CHECK_ON_CPU = Condition(
-    "runs_on_cpu", "An argument is on a CPU.", _runs_on_cpu,
-    Cause(Reason.HOST_SYNC, "on a CPU its derivative reads whether the result is a NaN", "take amin or amax, or sort",
+    "reduces_all_on_cpu", "It is of all elements of a tensor on a CPU, without a dimension.", _reduces_all_on_cpu,
+    Cause(Reason.HOST_SYNC, "on a CPU its derivative reads whether the result is a NaN",
+          "give it a dimension, as in x.flatten().min(0).values, or take amin or amax",
           "torch/csrc/autograd/FunctionsManual.cpp, evenly_distribute_backward"), Evidence.MEASURED)
 SINGULAR_VALUES = Condition(
     "takes_singular_values", "The norm is nuclear, or may be spectral: p or ord is 2 or -2, and it is of a matrix.",
