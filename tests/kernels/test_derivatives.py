@@ -9,6 +9,7 @@ import pytest
 import thunder
 import torch
 from support import programs, same, same_state
+from thunder.core.transforms import grad
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -59,6 +60,28 @@ def test_a_model(transform, device, deterministic):
 
 def batch(device):
     return torch.randn(4, 3, 8, 8, device=device, dtype=torch.float64), torch.tensor([1, 2, 3, 10], device=device)
+
+
+def _all_of_them(images, kernels, weight):
+    x = F.relu(F.conv2d(images, kernels, padding=1))
+    x = F.batch_norm(F.max_pool2d(x, 2), None, None, training=True)
+    x = F.gelu(F.layer_norm(x * F.adaptive_avg_pool2d(x, 1), (4,), weight), approximate="tanh")
+    return F.cross_entropy(x.flatten(1), torch.tensor([1, 2, 3, 0], device=x.device), reduction="sum")
+
+
+@pytest.mark.parametrize("all_executors", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_thunders_functional_grad(transform, device, all_executors):
+    """It traces each derivative, by the names of the operator's arguments, and passes numbers as proxies."""
+    ours = [derivatives.executor, derivatives.fused_executor]
+    compiled = thunder.jit(
+        _all_of_them, executors=thunder_cg.executors() if all_executors else ours, transforms=[transform(strict=True)]
+    )
+    gradients = grad(compiled)
+    for _ in range(3):
+        shapes = (4, 3, 8, 8), (5, 3, 3, 3), (4,)
+        inputs = [torch.randn(shape, device=device, dtype=torch.float64, requires_grad=True) for shape in shapes]
+        expected = torch.autograd.grad(_all_of_them(*inputs), inputs)
+        torch.testing.assert_close([*gradients(*inputs)], [*expected])
 
 
 def test_what_is_computed_once_more(transform, device):

@@ -84,3 +84,16 @@ def test_thunder_jit_has_them_with_the_executor_alone():
     assert derivative(transforms=graphed).isnan().any()  # Thunder's own, which THUNDER.md says
     ours = [torchs_derivatives.executor, *thunder.get_default_executors()]
     assert derivative(transforms=graphed, executors=ours).isfinite().all()
+
+
+@pytest.mark.parametrize("exponents", [(2.0, 3.0, 0.0, -1.0), (3, 2, 0, 1)], ids=["float", "int"])
+def test_an_exponent_of_a_trace_for_all_numbers(exponents):
+    """It was taken for zero."""
+    ours = [torchs_derivatives.executor, *thunder.get_default_executors()]
+    graphed = [cudagraph_transform(backend="tape")]
+    compiled = thunder.jit(lambda x, n: x**n, executors=ours, transforms=graphed, cache="symbolic values")
+    for number in exponents:
+        x = torch.tensor([0.0, 1.5, -2.0, 3.0], requires_grad=True)
+        for _ in range(3):
+            (found,), (expected,) = (torch.autograd.grad(y.sum(), x) for y in (compiled(x, number), x**number))
+            torch.testing.assert_close(found, expected)

@@ -331,6 +331,11 @@ def symbols_of_functions() -> dict[Any, Any]:
     return _torch_to_thunder_function_map
 
 
+def constants(values: Any) -> Any:
+    """With numbers in the place of proxies of constants, which ``thunder.core.transforms.grad`` passes."""
+    return tree_map(lambda x: x.value if isinstance(x, NumberProxy) and x.is_static_constrained() else x, values)
+
+
 def trace_as(function: Any, replacement: Callable[..., Any]) -> None:
     """Has ``thunder.jit`` trace calls of a function of PyTorch's as calls of another, which gets proxies of tensors."""
     named = wraps(function)(lambda *args, **kwargs: replacement(*args, **kwargs))

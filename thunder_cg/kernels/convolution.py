@@ -88,6 +88,9 @@ def _convolution(
 
     The backward gets weights, and images of the caller's, as the forward has laid them out, and converts none.
     """
+    stride, padding, dilation, transposed, output_padding, groups = compat.constants(
+        (stride, padding, dilation, transposed, output_padding, groups)
+    )
     given_a, given_weight = a, weight
     # Without images, PyTorch's kernels give gradients other strides than Inductor expects of such a layout.
     if _may_be_last(a.ndim, compat.to_torch_dtype(a.dtype), groups) and math.prod(a.shape) > 0:

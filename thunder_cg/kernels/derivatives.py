@@ -32,17 +32,19 @@ def register(
         checker: takes the same arguments by name, defaults included, and says whether the implementation is for them.
     """
     signature = inspect.signature(implementation)
+    symbol = compat.symbols_of_functions()[function]
 
     def check(*args: Any, **kwargs: Any) -> bool:
         bound = signature.bind_partial(*args, **kwargs)
         bound.apply_defaults()
         return checker(**bound.arguments)
 
+    def derive(*args: Any, **kwargs: Any) -> Any:
+        return implementation(*compat.constants(args), **compat.constants(kwargs), derives=True)
+
+    derive.__signature__ = inspect.signature(symbol.meta)  # type: ignore[attr-defined]  # of which Thunder takes names
     executor.register_implementation(
-        compat.symbols_of_functions()[function],
-        checker=check,
-        execution_transform=partial(implementation, derives=False),
-        grad_transform=partial(implementation, derives=True),
+        symbol, checker=check, execution_transform=partial(implementation, derives=False), grad_transform=derive
     )
 
 

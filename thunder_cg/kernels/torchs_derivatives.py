@@ -166,10 +166,11 @@ def _is_product(a: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = 
 
 
 def _pow(gradient: Any, result: Any, a: Any, b: Any) -> Any:
-    if not isinstance(b, compat.TensorProxy):  # b is 0
+    if isinstance(b, (int, float)):  # 0
         return gradient * 0.0
-    of_a = _where(b == 0, 0.0, gradient * (b * a ** (b - 1)))
-    return of_a, gradient * _where((b >= 0) & (a == 0), 0.0, result * a.log())
+    exponent = b if isinstance(b, compat.TensorProxy) else compat.symbols_of_functions()[torch.zeros_like](a) + b
+    of_a = _where(exponent == 0, 0.0, gradient * (b * a ** (b - 1)))
+    return of_a, gradient * _where((exponent >= 0) & (a == 0), 0.0, result * a.log()) if exponent is b else None
 
 
 def _is_power_of_zero(a: Any, b: Any) -> bool:
