@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from thunder_cg.compat.objects import alive, objects_of, referrers_of, with_subclasses, without_garbage_collection
+from thunder_cg.compat.objects import (
+    alive,
+    modules_of_threads,
+    objects_of,
+    referrers_of,
+    with_subclasses,
+    without_garbage_collection,
+)
 from thunder_cg.compat.tensors import are_held_unseen
 from thunder_cg.step.heap import known_functions, known_tensors
 
@@ -100,3 +107,28 @@ def test_what_is_put_in_meanwhile() -> None:
     kept.clear()
     del each
     assert alive(objects.valuerefs()) == []
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_who_looks_at_threads_keeps_nothing_of_them(here):
+    class Value:
+        pass
+
+    def run(act):
+        value = Value()
+        act()
+        return weakref.ref(value)
+
+    with without_garbage_collection():
+        if here:
+            assert run(modules_of_threads)() is None
+            return
+        begun, end, found = threading.Event(), threading.Event(), []
+        thread = threading.Thread(target=lambda: found.append(run(lambda: (begun.set(), end.wait()))))
+        thread.start()
+        begun.wait()
+        modules = modules_of_threads()
+        end.set()
+        thread.join()
+        assert __name__ in modules
+        assert found[0]() is None

@@ -193,7 +193,7 @@ assert peaks[1] <= peaks[0] + 6 * 2**20, peaks
 for _ in range(4):
     results.append(jitted(x, w))
 assert all(torch.equal(results[0], each) for each in results)
-assert CaptureStream._cleared == 1 and sum(each.workspace_nbytes() for each in CaptureStream._all) > 2**20
+assert sum(each.workspace_nbytes() for each in CaptureStream._all) > 2**20
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

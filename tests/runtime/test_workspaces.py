@@ -206,7 +206,12 @@ def test_a_warm_up_before_the_first_capture_has_workspaces_in_its_own_memory(fak
 def test_a_capture_in_a_warm_up_has_workspaces_of_its_own(fake):
     stream = CaptureStream.take(0)
     assert warm_up(stream, lambda: capture(stream)) == (True, False)
-    assert stream.workspace_nbytes() == 32
+    assert stream.workspace_nbytes() == 32 and fake.cleared == 1
+
+
+def test_a_warm_up_in_a_warm_up_leaves_the_workspaces_to_it(fake):
+    stream = CaptureStream.take(0)
+    assert warm_up(stream, lambda: warm_up(stream)) == (True, True) and fake.cleared == 1
 
 
 def test_a_first_capture_that_fails_leaves_no_workspaces(fake):

@@ -97,10 +97,10 @@ def _steps(kinds: set[int], get: Callable[..., list[Any]], args: Sequence[Any]) 
 
 def modules_of_threads() -> set[str]:
     """Of each other thread of Python, the module of what it runs; "threading" if that is a builtin function."""
-    found = set()
-    for thread, frame in sys._current_frames().items():
-        if thread != threading.get_ident():
-            # The first call that is not of `threading` is that of the thread's target.
-            modules = [each.f_globals.get("__name__", "") for each, _ in traceback.walk_stack(frame)]
-            found.add(next((name for name in reversed(modules) if name != threading.__name__), threading.__name__))
+    found, frames = set(), sys._current_frames()
+    del frames[threading.get_ident()]  # with this call's own frame, that would be a cycle, and keep what callers have
+    for frame in frames.values():
+        # The first call that is not of `threading` is that of the thread's target.
+        modules = [each.f_globals.get("__name__", "") for each, _ in traceback.walk_stack(frame)]
+        found.add(next((name for name in reversed(modules) if name != threading.__name__), threading.__name__))
     return found

@@ -153,6 +153,7 @@ class CaptureStream:
         self._users = 0  # pools
         self._made_by = 0  # the thread whose pools these are
         self._pool: cuda.PoolId | None = None
+        self._are_inside = False  # whether a warm-up has workspaces where its tensors are
         self._has_graphs = False  # that may use the workspaces
         self._of_thread = threading.local()  # not by the thread's number, which a later thread may have, too
 
@@ -211,19 +212,21 @@ class CaptureStream:
         Args:
             workspaces_inside: they may be where its tensors are.
         """
-        is_inside = workspaces_inside and self._may_free()
-        if not is_inside:
+        if self._are_inside:  # of a warm-up in which this is one
+            yield
+            return
+        self._are_inside = workspaces_inside and self._may_free()
+        if not self._are_inside:
             self.prepare()
         try:
             yield
         finally:
-            if is_inside:
-                self._free()
+            self._free_inside()
 
     @contextmanager
     def for_capture(self) -> Iterator[None]:
         """For a capture on the stream, with workspaces of this thread's. If it fails, and is the first, they go."""
-        self._free()  # of a warm-up in which this is a capture
+        self._free_inside()  # of a warm-up in which this is a capture
         self.prepare()
         try:
             yield
@@ -231,6 +234,11 @@ class CaptureStream:
             self._free()
             raise
         self._has_graphs = True
+
+    def _free_inside(self) -> None:
+        if self._are_inside:
+            self._are_inside = False
+            self._free()
 
     def _free(self) -> None:
         """Frees the workspaces, unless that could harm somebody. Then later captures use them where they are."""
