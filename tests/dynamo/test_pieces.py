@@ -258,7 +258,7 @@ def _there_and_back(x):
     ("function", "options", "reason"),
     [
         (lambda x: (x * 2).data.mul_(3) + x, {}, "it returns a view of what it gets"),
-        (_there_and_back, {}, "a CUDA graph may be unable to hold aten._fft_r2c"),
+        (_there_and_back, {}, "a CUDA graph may be unable to hold aten.index_put"),
         (lambda x: x / x.mean(), {}, "it returns what mean returns, a 0-dim tensor"),
         (lambda x: x / x.mean(), {"cache": "symbolic values", "dynamic": True}, 'with cache="symbolic values"'),
         (lambda x: torch.vmap(torch.exp)(x), {}, "Thunder traces nothing around it"),

@@ -416,6 +416,18 @@ def test_sum_of_sizes_that_vary(backend, device):
     assert not explain(graphed).outside
 
 
+def test_spectrograms(backend, device):
+    """As losses of audio models have them. Thunder's fallback takes no window by name."""
+    window = torch.hann_window(8, device=device)
+
+    def fn(y):
+        return torch.stft(y.flatten(), n_fft=8, hop_length=4, window=window, return_complex=True).abs()
+
+    assert one_region_each_way(
+        trains_alike(Around(fn).to(device), lambda: torch.randn(4, 8, device=device), backend, 1e-6)
+    )
+
+
 def test_smallest_and_middle_values(backend, device):
     def fn(y):
         coarse = y.round() + y * 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import types
 from itertools import takewhile
 from typing import Any
 
@@ -21,6 +22,7 @@ from thunder_cg.compat.fx import (
 )
 from thunder_cg.compat.operators import parameters_of
 from thunder_cg.compat.splitter import fallback_of, is_for_splitter
+from thunder_cg.compat.tensors import is_inexact
 from thunder_cg.dynamo import operators
 from thunder_cg.dynamo.fallbacks import has_another_derivative, returns_cpu_scalar
 from thunder_cg.dynamo.layouts import fixed_stride, layout_counts
@@ -81,12 +83,12 @@ def name_as_thunder_does(node: Node) -> None:
 def pass_by_position(node: Node) -> None:
     """``x.reshape(shape=(4, 2))`` is ``x.reshape((4, 2))``: Thunder's operators do not know the name.
 
-    Nor do its fallbacks take a tensor with a gradient by name.
+    Nor do its fallbacks take a tensor of floats by name where another one has a gradient.
     """
     if not node.op.startswith("call") or not node.kwargs or is_for_splitter(node.target) or numpy_name(node):
         return
     is_fallback = fallback_of(node) is not None
-    tracked = {name for name, value in node.kwargs.items() if is_fallback and requires_grad(example(value))}
+    tracked = {name for name, value in node.kwargs.items() if is_fallback and _is_inexact_tensor(example(value))}
     if not {*_UNKNOWN, *_OF_NUMPY, *tracked}.intersection(node.kwargs):
         return
     overloads = parameters_of(node.target, operator_name(node))
@@ -95,12 +97,21 @@ def pass_by_position(node: Node) -> None:
     node.kwargs = {renamed.get(name, name): value for name, value in node.kwargs.items()}
     if not (unknown := (_UNKNOWN | tracked).intersection(node.kwargs)):
         return
+    if is_fallback and isinstance(node.target, types.FunctionType):  # as torch.stft, with what is between by default
+        bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
+        bound.apply_defaults()
+        node.args, node.kwargs = bound.args, bound.kwargs
+        return
     for names in overloads:
         moved = [*takewhile(node.kwargs.__contains__, names[len(node.args) :])]
         if unknown.issubset(moved):
             node.args = (*node.args, *map(node.kwargs.__getitem__, moved))
             node.kwargs = {name: value for name, value in node.kwargs.items() if name not in moved}
             return
+
+
+def _is_inexact_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and is_inexact(value)
 
 
 def drop_empty_parts(node: Node) -> None:
