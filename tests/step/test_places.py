@@ -1067,3 +1067,125 @@ def test_a_total_that_a_history_has_had(step_twins):
 
     step = step_twins.both(run)
     assert step.captures == 1 and step.replays >= 9, step.in_python
+
+
+def gets_other_memory(kept, loss):
+    kept.total.data = kept.total.data + loss
+
+
+def is_left_a_gradient(kept, loss):
+    kept.total.requires_grad_()
+    (kept.total * loss).sum().backward()
+    kept.total.requires_grad_(False)
+
+
+def is_asked_for_its_address(kept, loss):
+    kept.total += loss * (2 if kept.total.data_ptr() == kept.pointer else 3)
+
+
+def is_asked_for_its_identity(kept, loss):
+    kept.total += loss * (2 if id(kept.total) == kept.identity else 3)
+
+
+@pytest.mark.parametrize(
+    "does",
+    [gets_other_memory, is_left_a_gradient, is_asked_for_its_address, is_asked_for_its_identity],
+    ids=lambda value: value.__name__,
+)
+def test_a_total_that(step_twins, does):
+    """What a copy does not show runs in Python."""
+
+    def run(graphed):
+        kept = SimpleNamespace()
+
+        def step(x):
+            does(kept, x.sum())
+
+        step, found = graphed(step), []
+        for i in range(16):
+            if i % 4 == 0:
+                kept.total = torch.zeros(3, device=step_twins.device) if i < 8 else kept.total
+                kept.pointer, kept.identity = kept.total.data_ptr(), id(kept.total)
+            step(step_twins.batch()[0])
+            found += [kept.total.clone(), torch.zeros(3) if kept.total.grad is None else kept.total.grad.clone()]
+        return found, step
+
+    step = step_twins.both(run)
+    assert step.replays <= 4, step.in_python
+
+
+@pytest.mark.parametrize("is_of", ["total", "state", "batch"])
+def test_storages_that_overlap(step_twins, is_of):
+    """They begin elsewhere, as those of slices of one NumPy array do."""
+
+    def run(graphed):
+        def part(whole, start):
+            return torch.from_dlpack(whole[start : start + 4])
+
+        kept, zeros = SimpleNamespace(), partial(torch.zeros, device=step_twins.device)
+        kept.total, kept.other, fixed, wholes = zeros(4), zeros(4), zeros(8), []
+
+        def step(x):
+            kept.total += 1
+            kept.other += kept.total.sum()
+            fixed.add_(kept.other.sum())
+            return x * kept.total
+
+        step, found = graphed(step), []
+        for i in range(20):
+            if i % 4 == 0:
+                kept.total, kept.other, wholes = zeros(4), zeros(4), [*wholes, zeros(8)]
+                if i > 4:
+                    kept.total = part(wholes[-1], 0)
+                    kept.other = part(wholes[-1], 2) if is_of == "total" else kept.other
+                    kept.total = part(fixed, 2) if is_of == "state" else kept.total
+            x = part(wholes[-1], 2) if is_of == "batch" else zeros(4) + i
+            found += [each.clone() for each in (step(x), kept.total, kept.other, fixed, *wholes)]
+        return found, step
+
+    step = step_twins.both(run)
+    assert step.replays and "shares memory" in str([*step.in_python]), step.in_python
+
+
+def test_a_total_that_is_carried_no_more(step_twins):
+    """One with a history is compared, as if nothing had ever been carried there."""
+
+    def run(graphed):
+        kept = SimpleNamespace()
+
+        def scaled(kept, x):
+            return (kept.total * x.sum()).detach()
+
+        def step(x):
+            return scaled(kept, x)
+
+        step, found = graphed(step), []
+        for i in range(32):
+            if i % 4 == 0:
+                ones = torch.ones(3, device=step_twins.device, requires_grad=i % 8 == 4)
+                kept.total = ones * (i + 1)
+            found.append(step(step_twins.batch()[0]))
+        return found, step
+
+    step = step_twins.both(run)
+    assert step.replays >= 16, step.in_python
+
+
+def test_a_nested_tensor_that_the_loop_replaces(step_twins):
+    """Which has no shape."""
+
+    def run(graphed):
+        kept = SimpleNamespace()
+
+        def step(x):
+            return kept.total.to_padded_tensor(0.0) * x.sum()
+
+        step, found = graphed(step), []
+        for i in range(8):
+            parts = [torch.ones(n, device=step_twins.device) * i for n in (2, 3)]
+            kept.total = torch.nested.nested_tensor(parts)
+            found.append(step(step_twins.batch()[0]))
+        return found, step
+
+    step = step_twins.both(run)
+    assert not step.replays, step.in_python

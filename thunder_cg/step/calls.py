@@ -239,13 +239,15 @@ class Calls:
         self.written: dict[int, str] = {}
         self._began = self._of_collectives = 0  # nodes before the last collective, and of all, in what is captured
 
-    def watch(self, arguments: Iterable[torch.Tensor] = ()) -> None:
+    def watch(self, copied: Iterable[torch.Tensor] = (), *, carries: bool = False) -> None:
         """Begins to watch the calling thread. `CaptureLater` if it is watched by somebody else.
 
         Args:
-            arguments: what stands for the step's arguments.
+            copied: what stands for the step's arguments, and for what it carries.
+            carries: whether it carries something, which it finds by names, so that no frame may show it.
         """
-        self._arguments = {*map(address_if_any, arguments)} - {0}
+        self._copied = {*map(address_if_any, copied)} - {0}
+        self._carries = carries
         if sys.getprofile() is not None:
             problem = "a profiler of Python is active, and a capture needs to be told what the step calls"
             raise CaptureLater(problem, "begin to profile after the step has been captured")
@@ -336,7 +338,7 @@ class Calls:
                 self._object_to_read(frame, name)
         elif called is id:
             if _is_users(frame.f_code, frame.f_globals):
-                self._note_identity(frame, name, tensors_in([*frame.f_locals.values()]))
+                self._note_identity(frame, name, tensors_in([*frame.f_locals.values()]), may_be_any=self._carries)
         elif name in _TELL_APART and isinstance(owner, torch.Tensor):
             self._note_identity(frame, name, [owner])
         elif called in UNSTEADY:
@@ -402,12 +404,15 @@ class Calls:
         fix = "return the tensor, and read it outside of the step"
         self._object(frame, f"{method}() reads a tensor on the host{{at}}", fix, code=True)
 
-    def _note_identity(self, frame: types.FrameType, name: str, tensors: Iterable[torch.Tensor]) -> None:
-        """A replay has a copy in the place of each argument."""
+    def _note_identity(
+        self, frame: types.FrameType, name: str, tensors: Iterable[torch.Tensor], *, may_be_any: bool = False
+    ) -> None:
+        """A replay has a copy in the place of each argument, and of what it carries."""
         if not _is_called_by_user(frame):
             return
-        if not self._arguments.isdisjoint(map(address_if_any, filter(has_memory, tensors))):
-            problem = f"what {name}() gives of an argument{{at}} is not the same in a replay, which has a copy of it"
+        if may_be_any or not self._copied.isdisjoint(map(address_if_any, filter(has_memory, tensors))):
+            problem = f"what {name}() gives of an argument, or of a tensor that steps or the loop replace{{at}}, is not"
+            problem += " the same in a replay, which has a copy of it"
             self._object(frame, problem, "call it outside of the step, and pass what it gives", weak=True)
 
     def _object_to(self, frame: types.FrameType, method: str | None = None) -> None:
