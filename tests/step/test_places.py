@@ -1124,11 +1124,13 @@ def test_storages_that_overlap(step_twins, is_of):
 
         kept, zeros = SimpleNamespace(), partial(torch.zeros, device=step_twins.device)
         kept.total, kept.other, fixed, wholes = zeros(4), zeros(4), zeros(8), []
+        end = part(fixed, 4)
 
         def step(x):
             kept.total += 1
             kept.other += kept.total.sum()
             fixed.add_(kept.other.sum())
+            end.add_(x.sum())
             return x * kept.total
 
         step, found = graphed(step), []
@@ -1189,3 +1191,55 @@ def test_a_nested_tensor_that_the_loop_replaces(step_twins):
 
     step = step_twins.both(run)
     assert not step.replays, step.in_python
+
+
+@pytest.mark.parametrize("is_argument", [False, True])
+def test_writes_that_no_version_counts(step_twins, is_argument):
+    """To an argument, or to a tensor with gaps that an earlier call has put there. The one of the capture is done."""
+
+    def run(graphed):
+        kept = SimpleNamespace()
+
+        def step(x, is_first=False):
+            if is_argument:
+                x.data.add_(1)
+            elif is_first:
+                kept.total = torch.empty_strided((3,), (2,), device=x.device).fill_(0.0)
+            else:
+                kept.total.data.add_(x.sum())
+            return x * 2
+
+        step, found = graphed(step), []
+        kept.total = torch.zeros(6, device=step_twins.device)[::2]
+        for i in range(16):
+            x = step_twins.batch()[0]
+            found += [step(x, is_first=i % 8 < 3), x, kept.total.clone()]
+        return found, step
+
+    step = step_twins.both(run)
+    assert ", such as through .data; clone it first" in str([*step.in_python]), step.in_python
+
+
+def test_a_view_of_a_total_that_the_step_returns(step_twins):
+    """A write to the view is one to the total, as autograd sees."""
+
+    def run(graphed):
+        kept, w = SimpleNamespace(), torch.ones(3, device=step_twins.device, requires_grad=True)
+
+        def step(x):
+            kept.total += x.sum()
+            return kept.total[1:]
+
+        step, found = graphed(step), []
+        for _ in range(12):
+            kept.total = torch.ones(3, device=step_twins.device)
+            view = step(step_twins.batch()[0])
+            product = (w * kept.total).sum()
+            view.add_(1)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                product.backward()
+            found += [view.clone(), kept.total.clone()]
+        return found, step
+
+    step = step_twins.both(run)
+    assert step.captures == 1 and step.replays >= 9, step.in_python

@@ -31,14 +31,32 @@ from thunder_cg.compat.cuda import hidden_capture, is_of_capture
 from thunder_cg.compat.distributed import ProcessGroup, local_tensor
 from thunder_cg.compat.objects import alive, counting
 from thunder_cg.compat.settings import Settings, kernel_settings
-from thunder_cg.compat.tensors import has_storage, is_size, tree_flatten, tree_leaves, tree_unflatten, version
+from thunder_cg.compat.tensors import (
+    autograd_base,
+    has_storage,
+    is_size,
+    read_as,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+    version,
+)
 from thunder_cg.errors import CaptureLater, CaptureRefused, ReplayRefused, SkipReason, without_frames
 from thunder_cg.runtime.arena import Arena, RecordingUse
 from thunder_cg.runtime.backend import Backend, Graph, Pool
 from thunder_cg.runtime.inputs import CopiedInput
 from thunder_cg.runtime.outputs import AliasedInput, Outputs
 from thunder_cg.runtime.ranks.agreement import Collectives
-from thunder_cg.runtime.tensors import Extents, address_if_any, has_history, is_plain, is_whole, same_tensors
+from thunder_cg.runtime.tensors import (
+    Extents,
+    address_if_any,
+    copy_all,
+    has_history,
+    is_plain,
+    is_whole,
+    same_tensors,
+    tracked_view,
+)
 from thunder_cg.step.averages import known_to_be_positive
 from thunder_cg.step.batch import COPY_CONTAINER, TAKE_ANOTHER, Batch
 from thunder_cg.step.calls import Calls, StepCollective
@@ -195,6 +213,19 @@ class StepRecording(RecordingUse):
                 gradients.restore()
             gradients.release()
 
+    def take_unseen_writes(self, batch: Sequence[Tensor], carried: Sequence[Tensor]) -> CaptureRefused | None:
+        """After the first replay: writes to inputs that no version counts, as those through ``.data``.
+
+        They are done to these inputs, too. No later replay would do them.
+        """
+        inputs = [*batch, *carried]
+        unseen = [each for each in self.sources if each.arg not in self.written and not each.is_as_in(inputs)]
+        if not unseen:
+            return None
+        copy_all([each.source(inputs).data for each in unseen], [each.target for each in unseen])
+        kind = "an argument" if unseen[0].arg < len(batch) else "a tensor that steps or the loop replace"
+        return CaptureRefused(f"the step writes to {kind}, such as through .data", "clone it first")
+
     def replay(self, batch: Sequence[Tensor], carried: Sequence[Tensor]) -> Any:
         """Runs the step again, with the tensors of a batch and those to carry in. `ReplayRefused` if nothing of it
         happened.
@@ -330,8 +361,18 @@ class _Body:
         raise CaptureRefused(f"{problem} that are not compared", "detach it, or make it in the step")
 
     def _to_leave(self, tensor: Tensor) -> Tensor:
-        """What a replay gives for a tensor: one object for each, since Python may ask whether two are one."""
-        return tensor.detach() if tensor.requires_grad else self._buffer_of.get(id(tensor), tensor)
+        """What a replay gives for a tensor: one object for each, since Python may ask whether two are one.
+
+        A view of what is carried is one of its buffer, so that a replay gives a view of what is there then.
+        """
+        if tensor.requires_grad:
+            return tensor.detach()
+        buffer, of_base = (self._buffer_of.get(id(each)) for each in (tensor, autograd_base(tensor)))
+        if buffer is not None or of_base is None:
+            return tensor if buffer is None else buffer
+        offset = int(tensor.storage_offset())
+        view = tracked_view(of_base, tensor.dtype, offset, tensor.size(), tensor.stride())
+        return read_as(view, conj=tensor.is_conj(), neg=tensor.is_neg())
 
     def _captured_addresses(self, backend: Backend) -> dict[int, str]:
         try:
