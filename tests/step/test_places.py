@@ -1243,3 +1243,29 @@ def test_a_view_of_a_total_that_the_step_returns(step_twins):
 
     step = step_twins.both(run)
     assert step.captures == 1 and step.replays >= 9, step.in_python
+
+
+def test_totals_whose_labels_are_the_same(step_twins):
+    """The key of one is the position of the other one's key, which has no text."""
+
+    def run(graphed):
+        zeros = partial(torch.zeros, 3, device=step_twins.device)
+        totals, which = {(1, 2): zeros(), 0: zeros()}, [(1, 2), 0]
+
+        def add(totals, x):
+            for i, key in enumerate(which):
+                totals[key] += x.sum() * (i + 1)
+
+        def step(x):
+            add(totals, x)
+
+        step, found = graphed(step), []
+        for i in range(24):
+            if i % 4 == 0:
+                totals[which[i // 4 % 2]] = zeros()
+            step(step_twins.batch()[0])
+            found += [each.clone() for each in totals.values()]
+        return found, step
+
+    step = step_twins.both(run)
+    assert step.replays >= 9, step.in_python
