@@ -1269,3 +1269,24 @@ def test_totals_whose_labels_are_the_same(step_twins):
 
     step = step_twins.both(run)
     assert step.replays >= 9, step.in_python
+
+
+def test_identities_of_others_than_the_total(step_twins):
+    """The step may ask for those of its parameters."""
+
+    def run(graphed):
+        kept, layer = SimpleNamespace(), step_twins.model(nn.Linear(4, 3))
+
+        def step(x):
+            kept.total += x.sum() * len({id(each) for each in layer.parameters()})
+
+        step, found = graphed(step), []
+        for i in range(16):
+            if i % 4 == 0:
+                kept.total = torch.zeros(3, device=step_twins.device)
+            step(step_twins.batch()[0])
+            found.append(kept.total.clone())
+        return found, step
+
+    step = step_twins.both(run)
+    assert step.replays >= 12, step.in_python

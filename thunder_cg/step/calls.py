@@ -20,6 +20,7 @@ from __future__ import annotations
 import _thread
 import datetime
 import decimal
+import dis
 import gc
 import importlib
 import inspect
@@ -151,6 +152,7 @@ _STEADY_FUNCTIONS = {
 # Packages that do not pass on what they read of all of this, and modules of PyTorch that do.
 _KEEP = {"torch", "thunder", "thunder_cg", "triton"}
 _PASS_ON = {"torch.cuda.random", "torch.random", "torch.serialization"}
+_NO_WORK = {"CACHE", "EXTENDED_ARG", "PRECALL"}  # instructions
 _OF_NO_OBJECT = {types.ModuleType, type, types.NoneType}  # types of what functions of C belong to
 
 
@@ -338,7 +340,8 @@ class Calls:
                 self._object_to_read(frame, name)
         elif called is id:
             if _is_users(frame.f_code, frame.f_globals):
-                self._note_identity(frame, name, tensors_in([*frame.f_locals.values()]), may_be_any=self._carries)
+                may_be_any = self._carries and not _gets_variable(frame.f_code, frame.f_lasti)
+                self._note_identity(frame, name, tensors_in([*frame.f_locals.values()]), may_be_any=may_be_any)
         elif name in _TELL_APART and isinstance(owner, torch.Tensor):
             self._note_identity(frame, name, [owner])
         elif called in UNSTEADY:
@@ -578,6 +581,13 @@ class _Ran(NamedTuple):
     def is_of(self, function: types.FunctionType) -> bool:
         cells = function.__closure__ or ()
         return function.__code__ is self.code and self.cells == tuple(id(content_of_cell(cell)) for cell in cells)
+
+
+@cache
+def _gets_variable(code: types.CodeType, call: int) -> bool:
+    """Whether the last argument of a call in a function is one of its variables."""
+    before = [each.opname for each in dis.get_instructions(code) if each.offset < call]
+    return next((name for name in reversed(before) if name not in _NO_WORK), "").startswith("LOAD_FAST")
 
 
 @torch.compiler.disable(recursive=False)
