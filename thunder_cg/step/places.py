@@ -11,6 +11,9 @@ Note [Carried tensors]
     What the loop replaces between steps is carried, too, if it is small: a total that is a new zero in each epoch. The
     step may write to it in place. So what is carried and stays where it was is copied back after the step, into the
     tensor that was there, which others may hold. It must share memory with nothing else that the step uses.
+
+    The step finds a copy of what is carried. What a copy does not show is refused in the capture: an address or an
+    identity that the step asks for, and a gradient, attributes or other memory that it gives the tensor.
 """
 
 from __future__ import annotations
