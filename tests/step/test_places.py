@@ -1067,3 +1067,226 @@ def test_a_total_that_a_history_has_had(step_twins):
 
     step = step_twins.both(run)
     assert step.captures == 1 and step.replays >= 9, step.in_python
+
+
+def gets_other_memory(kept, loss):
+    kept.total.data = kept.total.data + loss
+
+
+def is_left_a_gradient(kept, loss):
+    kept.total.requires_grad_()
+    (kept.total * loss).sum().backward()
+    kept.total.requires_grad_(False)
+
+
+def is_asked_for_its_address(kept, loss):
+    kept.total += loss * (2 if kept.total.data_ptr() == kept.pointer else 3)
+
+
+def is_asked_for_its_identity(kept, loss):
+    kept.total += loss * (2 if id(kept.total) == kept.identity else 3)
+
+
+@pytest.mark.parametrize(
+    "does",
+    [gets_other_memory, is_left_a_gradient, is_asked_for_its_address, is_asked_for_its_identity],
+    ids=lambda value: value.__name__,
+)
+def test_a_total_that(step_twins, does):
+    """What a copy does not show runs in Python."""
+
+    def run(graphed):
+        kept = SimpleNamespace()
+
+        def step(x):
+            does(kept, x.sum())
+
+        step, found = graphed(step), []
+        for i in range(16):
+            if i % 4 == 0:
+                kept.total = torch.zeros(3, device=step_twins.device) if i < 8 else kept.total
+                kept.pointer, kept.identity = kept.total.data_ptr(), id(kept.total)
+            step(step_twins.batch()[0])
+            found += [kept.total.clone(), torch.zeros(3) if kept.total.grad is None else kept.total.grad.clone()]
+        return found, step
+
+    step = step_twins.both(run)
+    assert step.replays <= 4, step.in_python
+
+
+@pytest.mark.parametrize("is_of", ["total", "state", "batch"])
+def test_storages_that_overlap(step_twins, is_of):
+    """They begin elsewhere, as those of slices of one NumPy array do."""
+
+    def run(graphed):
+        def part(whole, start):
+            return torch.from_dlpack(whole[start : start + 4])
+
+        kept, zeros = SimpleNamespace(), partial(torch.zeros, device=step_twins.device)
+        kept.total, kept.other, fixed, wholes = zeros(4), zeros(4), zeros(8), []
+        end = part(fixed, 4)
+
+        def step(x):
+            kept.total += 1
+            kept.other += kept.total.sum()
+            fixed.add_(kept.other.sum())
+            end.add_(x.sum())
+            return x * kept.total
+
+        step, found = graphed(step), []
+        for i in range(20):
+            if i % 4 == 0:
+                kept.total, kept.other, wholes = zeros(4), zeros(4), [*wholes, zeros(8)]
+                if i > 4:
+                    kept.total = part(wholes[-1], 0)
+                    kept.other = part(wholes[-1], 2) if is_of == "total" else kept.other
+                    kept.total = part(fixed, 2) if is_of == "state" else kept.total
+            x = part(wholes[-1], 2) if is_of == "batch" else zeros(4) + i
+            found += [each.clone() for each in (step(x), kept.total, kept.other, fixed, *wholes)]
+        return found, step
+
+    step = step_twins.both(run)
+    assert step.replays and "shares memory" in str([*step.in_python]), step.in_python
+
+
+def test_a_total_that_is_carried_no_more(step_twins):
+    """One with a history is compared, as if nothing had ever been carried there."""
+
+    def run(graphed):
+        kept = SimpleNamespace()
+
+        def scaled(kept, x):
+            return (kept.total * x.sum()).detach()
+
+        def step(x):
+            return scaled(kept, x)
+
+        step, found = graphed(step), []
+        for i in range(32):
+            if i % 4 == 0:
+                ones = torch.ones(3, device=step_twins.device, requires_grad=i % 8 == 4)
+                kept.total = ones * (i + 1)
+            found.append(step(step_twins.batch()[0]))
+        return found, step
+
+    step = step_twins.both(run)
+    assert step.replays >= 16, step.in_python
+
+
+def test_a_nested_tensor_that_the_loop_replaces(step_twins):
+    """Which has no shape."""
+
+    def run(graphed):
+        kept = SimpleNamespace()
+
+        def step(x):
+            return kept.total.to_padded_tensor(0.0) * x.sum()
+
+        step, found = graphed(step), []
+        for i in range(8):
+            parts = [torch.ones(n, device=step_twins.device) * i for n in (2, 3)]
+            kept.total = torch.nested.nested_tensor(parts)
+            found.append(step(step_twins.batch()[0]))
+        return found, step
+
+    step = step_twins.both(run)
+    assert not step.replays, step.in_python
+
+
+@pytest.mark.parametrize("is_argument", [False, True])
+def test_writes_that_no_version_counts(step_twins, is_argument):
+    """To an argument, or to a tensor with gaps that an earlier call has put there. The one of the capture is done."""
+
+    def run(graphed):
+        kept = SimpleNamespace()
+
+        def step(x, is_first=False):
+            if is_argument:
+                x.data.add_(1)
+            elif is_first:
+                kept.total = torch.empty_strided((3,), (2,), device=x.device).fill_(0.0)
+            else:
+                kept.total.data.add_(x.sum())
+            return x * 2
+
+        step, found = graphed(step), []
+        kept.total = torch.zeros(6, device=step_twins.device)[::2]
+        for i in range(16):
+            x = step_twins.batch()[0]
+            found += [step(x, is_first=i % 8 < 3), x, kept.total.clone()]
+        return found, step
+
+    step = step_twins.both(run)
+    assert ", such as through .data; clone it first" in str([*step.in_python]), step.in_python
+
+
+def test_a_view_of_a_total_that_the_step_returns(step_twins):
+    """A write to the view is one to the total, as autograd sees."""
+
+    def run(graphed):
+        kept, w = SimpleNamespace(), torch.ones(3, device=step_twins.device, requires_grad=True)
+
+        def step(x):
+            kept.total += x.sum()
+            return kept.total[1:]
+
+        step, found = graphed(step), []
+        for _ in range(12):
+            kept.total = torch.ones(3, device=step_twins.device)
+            view = step(step_twins.batch()[0])
+            product = (w * kept.total).sum()
+            view.add_(1)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                product.backward()
+            found += [view.clone(), kept.total.clone()]
+        return found, step
+
+    step = step_twins.both(run)
+    assert step.captures == 1 and step.replays >= 9, step.in_python
+
+
+def test_totals_whose_labels_are_the_same(step_twins):
+    """The key of one is the position of the other one's key, which has no text."""
+
+    def run(graphed):
+        zeros = partial(torch.zeros, 3, device=step_twins.device)
+        totals, which = {(1, 2): zeros(), 0: zeros()}, [(1, 2), 0]
+
+        def add(totals, x):
+            for i, key in enumerate(which):
+                totals[key] += x.sum() * (i + 1)
+
+        def step(x):
+            add(totals, x)
+
+        step, found = graphed(step), []
+        for i in range(24):
+            if i % 4 == 0:
+                totals[which[i // 4 % 2]] = zeros()
+            step(step_twins.batch()[0])
+            found += [each.clone() for each in totals.values()]
+        return found, step
+
+    step = step_twins.both(run)
+    assert step.replays >= 9, step.in_python
+
+
+def test_identities_of_others_than_the_total(step_twins):
+    """The step may ask for those of its parameters."""
+
+    def run(graphed):
+        kept, layer = SimpleNamespace(), step_twins.model(nn.Linear(4, 3))
+
+        def step(x):
+            kept.total += x.sum() * len({id(each) for each in layer.parameters()})
+
+        step, found = graphed(step), []
+        for i in range(16):
+            if i % 4 == 0:
+                kept.total = torch.zeros(3, device=step_twins.device)
+            step(step_twins.batch()[0])
+            found.append(kept.total.clone())
+        return found, step
+
+    step = step_twins.both(run)
+    assert step.replays >= 12, step.in_python

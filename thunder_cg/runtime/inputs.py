@@ -11,7 +11,17 @@ import torch
 from thunder_cg.compat.tensors import is_zero_tensor, read_as
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.backend import Pool
-from thunder_cg.runtime.tensors import ALIGNMENT, flat, on_other_memory, overlaps_itself, span, view_of_storage
+from thunder_cg.runtime.tensors import (
+    ALIGNMENT,
+    flat,
+    is_dense,
+    on_other_memory,
+    overlaps_itself,
+    span,
+    view_of_storage,
+)
+
+_COMPARED_AT_ONCE = 2**26  # bytes: a comparison needs as many besides
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +38,13 @@ class CopiedInput:
 
     def source(self, args: Sequence[Any]) -> torch.Tensor:
         return _memory(args[self.arg]) if self.is_flat else args[self.arg]
+
+    def is_as_in(self, args: Sequence[Any]) -> bool:
+        """Whether both hold the same bits: a graph may have written to its own."""
+        pair = self.target, self.source(args)
+        flats = (flat(each) if is_dense(each) else each.contiguous().flatten() for each in pair)
+        ours, theirs = (each.view(torch.uint8).split(_COMPARED_AT_ONCE) for each in flats)
+        return all(map(torch.equal, ours, theirs))
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -348,8 +348,11 @@ class _Tape(_Reuse):
             raise CaptureRefused("a nested tensor without strides in a graph", "make it with layout=torch.jagged")
 
     def undo(self) -> None:
-        """A capture executes nothing: restores the memory that recorded calls wrote and did not allocate."""
-        for storage, image in self._before.values():
+        """A capture executes nothing: restores the memory that recorded calls wrote and did not allocate.
+
+        What was saved first is restored last, since storages may overlap.
+        """
+        for storage, image in reversed(self._before.values()):
             storage.copy_(image)
         self._before.clear()
 

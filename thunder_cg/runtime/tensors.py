@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -91,6 +92,37 @@ def span(tensor: torch.Tensor) -> int:
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
     """The addresses of the tensor's first element and of the end of its last."""
     return (start := pointer(tensor)), start + span(tensor) * tensor.element_size()
+
+
+class Extents:
+    """The memory of the storages of tensors. Two may share some and begin elsewhere, as slices of one NumPy array do.
+
+    Attributes:
+        are_apart: whether no two of the tensors share memory.
+    """
+
+    __slots__ = ("_starts", "_stops", "are_apart")
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+        self.are_apart = True
+        found = ((at, t.untyped_storage().nbytes()) for t in tensors if (at := address_if_any(t)))
+        for start, stop in sorted((at, at + nbytes) for at, nbytes in found if nbytes):
+            if self._stops and start < self._stops[-1]:
+                self._stops[-1] = max(stop, self._stops[-1])
+                self.are_apart = False
+            else:
+                self._starts.append(start)
+                self._stops.append(stop)
+
+    def overlap(self, other: Extents) -> bool:
+        """Whether any memory is in both."""
+        for start, stop in zip(other._starts, other._stops):
+            i = bisect_left(self._starts, stop)  # those before begin before it ends
+            if i and self._stops[i - 1] > start:
+                return True
+        return False
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

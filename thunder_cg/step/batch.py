@@ -20,12 +20,13 @@ from thunder_cg.runtime.tensors import layout, same_tensors
 from thunder_cg.step.collector import facts_of
 from thunder_cg.step.facts import ATOMS, Difference, fact_of
 from thunder_cg.step.fixes import fix_of_argument
-from thunder_cg.step.gradients import place_of
+from thunder_cg.step.gradients import is_changed, place_of
 from thunder_cg.step.structure import Structure
 
 _PLACE = re.compile(r"^\[[01]\]\[(?:(\d+)|'(\w+)')\]")  # the beginning of a path to a leaf of args and kwargs
 _TENSOR = object()
 _WITHOUT_IDENTITY = Tensor, tuple, *ATOMS
+TAKE_ANOTHER = "take another tensor of its content, as in x = x.detach().requires_grad_()"
 COPY_CONTAINER = "pass a copy of it, as by copy.copy(batch)"
 
 
@@ -92,9 +93,8 @@ class Batch:
         args, kwargs = (leaves, {}) if tree is None else tree_unflatten(leaves, tree)
         result = fn(*args, **kwargs)
         for tensor, before in zip(passed, places):
-            if tensor.requires_grad or vars(tensor) or place_of(tensor) != before:
-                fix = "take another tensor of its content, as in x = x.detach().requires_grad_()"
-                raise CaptureRefused(f"the step changes {_name(tensor, leaves, self.structure)}", fix)
+            if is_changed(tensor, before):
+                raise CaptureRefused(f"the step changes {_name(tensor, leaves, self.structure)}", TAKE_ANOTHER)
         if tree is not None:
             left, tree = tree_flatten((args, kwargs), is_size)
             if Structure(tree, facts_of) != self.structure or not all(map(is_, left, leaves)):

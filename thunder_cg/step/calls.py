@@ -20,6 +20,7 @@ from __future__ import annotations
 import _thread
 import datetime
 import decimal
+import dis
 import gc
 import importlib
 import inspect
@@ -151,6 +152,7 @@ _STEADY_FUNCTIONS = {
 # Packages that do not pass on what they read of all of this, and modules of PyTorch that do.
 _KEEP = {"torch", "thunder", "thunder_cg", "triton"}
 _PASS_ON = {"torch.cuda.random", "torch.random", "torch.serialization"}
+_NO_WORK = {"CACHE", "EXTENDED_ARG", "PRECALL"}  # instructions
 _OF_NO_OBJECT = {types.ModuleType, type, types.NoneType}  # types of what functions of C belong to
 
 
@@ -239,13 +241,15 @@ class Calls:
         self.written: dict[int, str] = {}
         self._began = self._of_collectives = 0  # nodes before the last collective, and of all, in what is captured
 
-    def watch(self, arguments: Iterable[torch.Tensor] = ()) -> None:
+    def watch(self, copied: Iterable[torch.Tensor] = (), *, carries: bool = False) -> None:
         """Begins to watch the calling thread. `CaptureLater` if it is watched by somebody else.
 
         Args:
-            arguments: what stands for the step's arguments.
+            copied: what stands for the step's arguments, and for what it carries.
+            carries: whether it carries something, which it finds by names, so that no frame may show it.
         """
-        self._arguments = {*map(address_if_any, arguments)} - {0}
+        self._copied = {*map(address_if_any, copied)} - {0}
+        self._carries = carries
         if sys.getprofile() is not None:
             problem = "a profiler of Python is active, and a capture needs to be told what the step calls"
             raise CaptureLater(problem, "begin to profile after the step has been captured")
@@ -336,7 +340,8 @@ class Calls:
                 self._object_to_read(frame, name)
         elif called is id:
             if _is_users(frame.f_code, frame.f_globals):
-                self._note_identity(frame, name, tensors_in([*frame.f_locals.values()]))
+                may_be_any = self._carries and not _gets_variable(frame.f_code, frame.f_lasti)
+                self._note_identity(frame, name, tensors_in([*frame.f_locals.values()]), may_be_any=may_be_any)
         elif name in _TELL_APART and isinstance(owner, torch.Tensor):
             self._note_identity(frame, name, [owner])
         elif called in UNSTEADY:
@@ -402,12 +407,15 @@ class Calls:
         fix = "return the tensor, and read it outside of the step"
         self._object(frame, f"{method}() reads a tensor on the host{{at}}", fix, code=True)
 
-    def _note_identity(self, frame: types.FrameType, name: str, tensors: Iterable[torch.Tensor]) -> None:
-        """A replay has a copy in the place of each argument."""
+    def _note_identity(
+        self, frame: types.FrameType, name: str, tensors: Iterable[torch.Tensor], *, may_be_any: bool = False
+    ) -> None:
+        """A replay has a copy in the place of each argument, and of what it carries."""
         if not _is_called_by_user(frame):
             return
-        if not self._arguments.isdisjoint(map(address_if_any, filter(has_memory, tensors))):
-            problem = f"what {name}() gives of an argument{{at}} is not the same in a replay, which has a copy of it"
+        if may_be_any or not self._copied.isdisjoint(map(address_if_any, filter(has_memory, tensors))):
+            problem = f"what {name}() gives of an argument, or of a tensor that steps or the loop replace{{at}}, is not"
+            problem += " the same in a replay, which has a copy of it"
             self._object(frame, problem, "call it outside of the step, and pass what it gives", weak=True)
 
     def _object_to(self, frame: types.FrameType, method: str | None = None) -> None:
@@ -573,6 +581,13 @@ class _Ran(NamedTuple):
     def is_of(self, function: types.FunctionType) -> bool:
         cells = function.__closure__ or ()
         return function.__code__ is self.code and self.cells == tuple(id(content_of_cell(cell)) for cell in cells)
+
+
+@cache
+def _gets_variable(code: types.CodeType, call: int) -> bool:
+    """Whether the last argument of a call in a function is one of its variables."""
+    before = [each.opname for each in dis.get_instructions(code) if each.offset < call]
+    return next((name for name in reversed(before) if name not in _NO_WORK), "").startswith("LOAD_FAST")
 
 
 @torch.compiler.disable(recursive=False)

@@ -25,7 +25,7 @@ import types
 import weakref
 from array import array
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set, ValuesView
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, ValuesView
 from decimal import Decimal, getcontext
 from functools import lru_cache, partial, singledispatchmethod
 from itertools import takewhile
@@ -93,7 +93,9 @@ _CONTEXT = attrgetter("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
 class Collector:
     """Collects the facts of values, and which tensors, modules, optimizers and hooks they lead to."""
 
-    def __init__(self, device_type: str, names: Names, carried: Container[Any], *, takes_numbers: bool = False) -> None:
+    def __init__(
+        self, device_type: str, names: Names, carried: Mapping[Any, Place], *, takes_numbers: bool = False
+    ) -> None:
         self._device_type, self._names, self._to_carry = device_type, names, carried
         self._takes_numbers = takes_numbers
         self._taken: set[tuple[int, Any]] = set()  # groups and keys, while their optimizer is looked at
@@ -318,17 +320,20 @@ class Collector:
     def _only(self, names: Iterable[str], value: Any, attributes: Mapping[str, Any]) -> dict[str, Any]:
         """Those of an object's attributes with these names, which are compared one by one before a replay."""
         found = {name: attributes.get(name, MISSING) for name in names}
-        not_carried = {n: each for n, each in found.items() if not self._to_carry or not self._carries(value, n)}
+        to_carry = self._to_carry
+        not_carried = {n: v for n, v in found.items() if not (to_carry and self._carries(Place.of(value, n).key))}
         self.watch.attributes(value, not_carried)
         return {name: attribute for name, attribute in found.items() if attribute is not MISSING}
 
-    def _carries(self, value: Any, name: str) -> bool:
-        return Place.of(value, name).key in self._to_carry
+    def _carries(self, key: tuple[int, Any]) -> bool:
+        """Whether what is at a place is carried. Anything else there is compared, as it is elsewhere."""
+        place = self._to_carry.get(key)
+        return place is not None and Carried.of(place.get(), self._device_type) is not None
 
     def _watch(self, value: Any, names: dict[Any, Any]) -> None:
         """Has a replay notice what is written to an object or a dictionary, besides what may change there."""
         may_change = {name for name in names if (id(names), name) in self._taken}
-        may_change |= {name for name in names if (id(names), name) in self._to_carry} if self._to_carry else set()
+        may_change |= {name for name in names if self._carries((id(names), name))} if self._to_carry else set()
         if not may_change:
             self.watch.names(value)
             return
@@ -375,7 +380,7 @@ class Collector:
         self.add_class(label, value, depth)
         if isinstance(value, deque):
             self.facts[f"{label}.maxlen"] = value.maxlen
-        self.watch.container(value, [i for i in range(len(value)) if (id(value), i) in self._to_carry])
+        self.watch.container(value, [i for i in range(len(value)) if self._carries((id(value), i))])
         self._add_own_attributes(label, value, depth)
         if isinstance(value, dict):
             self._watch(value, value)
@@ -538,7 +543,7 @@ def facts_of(value: Any) -> tuple[tuple[str, Any], ...]:
     facts, watch, _ = _of_constants.get(id(value), ((), None, None))
     if watch is not None and watch.is_untouched():
         return facts
-    collector = Collector("", {}, ())
+    collector = Collector("", {}, {})
     collector.add("value", value)
     facts = (*collector.facts.items(),)
     if isinstance(value, (enum.Enum, type)):

@@ -71,6 +71,8 @@ class Same:
             return "nothing"
         if isinstance(value, Tensor):
             end = WITH_HISTORY if has_history(value) else REQUIRES_GRAD if self.requires_grad else ""
+            if value.is_nested:
+                return f"a nested tensor{end}"
             return f"a tensor {tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}{end}"
         return value.__name__ if isinstance(value, type) else f"a {type(value).__name__}"
 

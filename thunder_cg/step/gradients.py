@@ -454,6 +454,12 @@ def place_of(tensor: Tensor | None) -> Any:
     return (local.data_ptr(), layout(local), layout_of_dtensor(tensor)) if has_storage(local) else object()
 
 
+def is_changed(tensor: Tensor, before: Any) -> bool:
+    """Whether a tensor that had nothing of this has attributes, or a gradient, or is not at ``before``, its place."""
+    has_gradient = tensor.requires_grad or tensor.grad is not None
+    return has_gradient or bool(vars(tensor)) or place_of(tensor) != before
+
+
 def _address_of(gradient: Tensor | None) -> int:
     """Where its first element is; 0 if it has none."""
     return gradient.data_ptr() if gradient is not None and gradient.numel() and has_memory(gradient) else 0

@@ -355,11 +355,12 @@ class GraphedStep:
 
     def _replay_first(self, recording: StepRecording, call: _Call, ready: _Ready, calls: Calls) -> Any:
         """The first replay of a recording: the capture has run nothing."""
-        only_once = recording.only_once
+        only_once, carried, unseen = recording.only_once, recording.state.carried_tensors(), None
         self._note_left(recording)
         is_refused = False
         try:
-            result = self._launch(recording, recording.state.carried_tensors(), call)
+            result = self._launch(recording, carried, call)
+            unseen = recording.take_unseen_writes(call.batch.tensors, carried)
         except ReplayRefused as error:
             is_refused, reason = True, error.reason
         finally:
@@ -369,6 +370,9 @@ class GraphedStep:
                 recording.close()
         if is_refused:
             return self._run(call, reason)
+        if unseen is not None and only_once is None:
+            only_once = unseen
+            self._discard(recording)
         if only_once is not None:
             self._learn_from(recording, only_once, call.layout, ready, calls)
         return result

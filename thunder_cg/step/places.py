@@ -11,6 +11,9 @@ Note [Carried tensors]
     What the loop replaces between steps is carried, too, if it is small: a total that is a new zero in each epoch. The
     step may write to it in place. So what is carried and stays where it was is copied back after the step, into the
     tensor that was there, which others may hold. It must share memory with nothing else that the step uses.
+
+    The step finds a copy of what is carried. What a copy does not show is refused in the capture: an address or an
+    identity that the step asks for, and a gradient, attributes or other memory that it gives the tensor.
 """
 
 from __future__ import annotations
@@ -170,7 +173,7 @@ class Carried:
 
     @classmethod
     def of(cls, value: Any, device_type: str) -> Carried | None:
-        """None if it is something else than plain tensors on the device, without a history."""
+        """None if it is something else than plain tensors on the device, without a history and a gradient."""
         if type(value) is not Tensor and not isinstance(value, _CONTAINERS):
             return None
         if type(value) is Tensor:
@@ -180,8 +183,7 @@ class Carried:
             structure = Structure(tree)
         if not leaves or any(type(leaf) is not Tensor or leaf.device.type != device_type for leaf in leaves):
             return None
-        are_plain = all(has_storage(t) and not (vars(t) or t.requires_grad) for t in leaves)
-        return cls(leaves, structure) if are_plain else None
+        return cls(leaves, structure) if all(map(_is_copied_whole, leaves)) else None
 
     def is_like(self, other: Carried) -> bool:
         """Whether the tensors are laid out as the others are, wherever they are."""
@@ -192,3 +194,9 @@ class Carried:
     def with_tensors(self, tensors: list[Tensor]) -> Any:
         """The same with other tensors."""
         return tree_unflatten(tensors, self.tree)
+
+
+def _is_copied_whole(tensor: Tensor) -> bool:
+    """Whether a tensor has nothing that a copy of its elements has not."""
+    has_more = vars(tensor) or tensor.requires_grad or tensor.grad is not None or tensor.has_names()
+    return has_storage(tensor) and not (has_more or tensor.is_nested or tensor.is_quantized)

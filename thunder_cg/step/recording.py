@@ -31,20 +31,48 @@ from thunder_cg.compat.cuda import hidden_capture, is_of_capture
 from thunder_cg.compat.distributed import ProcessGroup, local_tensor
 from thunder_cg.compat.objects import alive, counting
 from thunder_cg.compat.settings import Settings, kernel_settings
-from thunder_cg.compat.tensors import has_storage, is_size, tree_flatten, tree_leaves, tree_unflatten, version
+from thunder_cg.compat.tensors import (
+    autograd_base,
+    has_storage,
+    is_size,
+    read_as,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+    version,
+)
 from thunder_cg.errors import CaptureLater, CaptureRefused, ReplayRefused, SkipReason, without_frames
 from thunder_cg.runtime.arena import Arena, RecordingUse
 from thunder_cg.runtime.backend import Backend, Graph, Pool
 from thunder_cg.runtime.inputs import CopiedInput
 from thunder_cg.runtime.outputs import AliasedInput, Outputs
 from thunder_cg.runtime.ranks.agreement import Collectives
-from thunder_cg.runtime.tensors import address_if_any, has_history, is_plain, is_whole, same_tensors
+from thunder_cg.runtime.tensors import (
+    Extents,
+    address_if_any,
+    copy_all,
+    has_history,
+    is_plain,
+    is_whole,
+    same_tensors,
+    tracked_view,
+)
 from thunder_cg.step.averages import known_to_be_positive
-from thunder_cg.step.batch import COPY_CONTAINER, Batch
+from thunder_cg.step.batch import COPY_CONTAINER, TAKE_ANOTHER, Batch
 from thunder_cg.step.calls import Calls, StepCollective
 from thunder_cg.step.facts import ATOMS, difference
 from thunder_cg.step.fixes import DENSE, fix_of_change
-from thunder_cg.step.gradients import ANY, LIKE, THERE, ExpectedGradients, GradientsBefore, GraphGradient, Overwritten
+from thunder_cg.step.gradients import (
+    ANY,
+    LIKE,
+    THERE,
+    ExpectedGradients,
+    GradientsBefore,
+    GraphGradient,
+    Overwritten,
+    is_changed,
+    place_of,
+)
 from thunder_cg.step.memory import nbytes
 from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, memory_of_tensors, moved, refuse_other_memory
 from thunder_cg.step.outside import settings_of_numpy, states_outside
@@ -83,7 +111,7 @@ class StepRecording(RecordingUse):
     apart: weakref.WeakSet[GraphGradient]  # whose memory it does not use for anything else
     touched: list[Tensor]  # of the state: tensors whose version each step advances
     numbers: tuple[str, ...]  # keys in groups of optimizers, see Note [Numbers of fused optimizers] in numbers.py
-    memory: frozenset[int]  # where the state's tensors are, and gradients that the step reads or adds to
+    memory: Extents  # where the state's tensors are, and gradients that the step reads or adds to
     gradient_nbytes: int  # of the pool: recordings may share gradients
     settings: list[tuple[Callable[[], Any], Any]]  # of PyTorch and NumPy, and what ABC.register() has changed
     carried: list[tuple[Callable[[Any], object], Any]]  # puts a value that PyTorch has as a tree
@@ -185,6 +213,19 @@ class StepRecording(RecordingUse):
                 gradients.restore()
             gradients.release()
 
+    def take_unseen_writes(self, batch: Sequence[Tensor], carried: Sequence[Tensor]) -> CaptureRefused | None:
+        """After the first replay: writes to inputs that no version counts, as those through ``.data``.
+
+        They are done to these inputs, too. No later replay would do them.
+        """
+        inputs = [*batch, *carried]
+        unseen = [each for each in self.sources if each.arg not in self.written and not each.is_as_in(inputs)]
+        if not unseen:
+            return None
+        copy_all([each.source(inputs).data for each in unseen], [each.target for each in unseen])
+        kind = "an argument" if unseen[0].arg < len(batch) else "a tensor that steps or the loop replace"
+        return CaptureRefused(f"the step writes to {kind}, such as through .data", "clone it first")
+
     def replay(self, batch: Sequence[Tensor], carried: Sequence[Tensor]) -> Any:
         """Runs the step again, with the tensors of a batch and those to carry in. `ReplayRefused` if nothing of it
         happened.
@@ -248,7 +289,9 @@ class _Body:
 
     def run(self, backend: Backend, copier: Any) -> list[Any]:
         clear_stack()  # nothing but the step itself runs between this and its kernels
-        self._calls.watch(self._buffers[: len(self._batch.tensors)])
+        first, views = len(self._batch.tensors), self._originals.views
+        copied = [buffer for i, buffer in enumerate(self._buffers) if i - first not in views]
+        self._calls.watch(copied, carries=len(self._buffers) > first)
         versions = [*map(version, self._buffers)]
         attributes = self._state.attributes
         lists = [_Grown.of(*each, self._state.device.type) for each in self._state.lists().values()]
@@ -318,8 +361,18 @@ class _Body:
         raise CaptureRefused(f"{problem} that are not compared", "detach it, or make it in the step")
 
     def _to_leave(self, tensor: Tensor) -> Tensor:
-        """What a replay gives for a tensor: one object for each, since Python may ask whether two are one."""
-        return tensor.detach() if tensor.requires_grad else self._buffer_of.get(id(tensor), tensor)
+        """What a replay gives for a tensor: one object for each, since Python may ask whether two are one.
+
+        A view of what is carried is one of its buffer, so that a replay gives a view of what is there then.
+        """
+        if tensor.requires_grad:
+            return tensor.detach()
+        buffer, of_base = (self._buffer_of.get(id(each)) for each in (tensor, autograd_base(tensor)))
+        if buffer is not None or of_base is None:
+            return tensor if buffer is None else buffer
+        offset = int(tensor.storage_offset())
+        view = tracked_view(of_base, tensor.dtype, offset, tensor.size(), tensor.stride())
+        return read_as(view, conj=tensor.is_conj(), neg=tensor.is_neg())
 
     def _captured_addresses(self, backend: Backend) -> dict[int, str]:
         try:
@@ -338,11 +391,17 @@ class _Body:
         buffers = [[*islice(aliases, len(value.tensors))] for value in values]
         self._aliases.clear()  # one that the step keeps elsewhere would be found
         stand_ins = [value.with_tensors(tensors) for value, tensors in zip(values, buffers)]
+        places = [[*map(place_of, tensors)] for tensors in buffers]
         had = [each.place.get() for each in carried]
         for each, value in zip(carried, stand_ins):
             each.place.put(value)
         yield left
-        for (label, place, _), before, then, value, tensors in zip(carried, had, values, stand_ins, buffers):
+        for (label, place, _), before, then, value, tensors, were_at in zip(
+            carried, had, values, stand_ins, buffers, places
+        ):
+            if any(map(is_changed, tensors, were_at)):
+                problem = f"the step changes the tensor that it finds in {label}{self._state.line_of(label)}"
+                raise CaptureRefused(problem, TAKE_ANOTHER)
             now, is_given = Carried.of(left_there := place.get(), self._state.device.type), left_there is value
             place.put(before)
             self._found_or_left += [value] if is_given else [value, left_there]
@@ -598,7 +657,7 @@ class StepCapture:
             apart=weakref.WeakSet(),
             touched=touched,
             numbers=taken,
-            memory=_storages([*state.memory, *expected]),
+            memory=_extents([*state.memory, *expected]),
             gradient_nbytes=nbytes(g for g in tensors if g is not None and _is_in(g, pool)),
             only_once=missing,
             carried=body.carried,
@@ -620,7 +679,7 @@ class StepCapture:
 
     def _inputs(self, before: GradientsBefore, storages: OriginalStorages) -> list[Tensor]:
         """The tensors of the batch and those that are carried; `CaptureLater` if they share memory with others."""
-        carried, memory = self.state.carried_tensors(), _storages([*self.state.memory, *before.memory])
+        carried, memory = self.state.carried_tensors(), _extents([*self.state.memory, *before.memory])
         if (reason := _shared(self.batch, self.state, storages.others(carried), memory)) is not None:
             raise CaptureLater(*reason)
         return [*self.batch.tensors, *carried]
@@ -747,27 +806,33 @@ def _refuse_results(results: frozenset[int], gradients: Sequence[Tensor | None],
         raise CaptureRefused(*_IS_GRADIENT)
 
 
-def _shared(batch: Batch, state: StepState, carried: Sequence[Tensor], memory: frozenset[int]) -> SkipReason | None:
+def _shared(batch: Batch, state: StepState, carried: Sequence[Tensor], memory: Extents) -> SkipReason | None:
     """What is, or shares memory with, something else that the step uses."""
-    if (kept := _storages(carried)) & memory:
+    kept = _extents(carried)
+    if memory.overlap(kept):
         return KEPT_SHARES
     if (same := next(filter(state.has_holder, batch.containers.values()), None)) is not None:
         problem = f"an argument is a {type(same).__name__} that the step reads from outside as well"
         return SkipReason(problem, COPY_CONTAINER)
-    return _SHARES if _storages(batch.tensors) & (memory | kept) else None
+    passed = _extents(batch.tensors)
+    return _SHARES if memory.overlap(passed) or kept.overlap(passed) else None
 
 
 def _written_twice(carried: Sequence[Tensor], written: Collection[int]) -> SkipReason | None:
     """Whether two tensors that are carried share memory, if some are copied back."""
     if not written:
         return None
-    are_apart = len(_storages(carried)) == len({id(each) for each in carried if address_if_any(each)})
-    return None if are_apart else KEPT_SHARES
+    return None if _extents({id(each): each for each in carried}.values()).are_apart else KEPT_SHARES
 
 
 def _storages(tensors: Iterable[Any]) -> frozenset[int]:
     """Where those of the tensors among the values begin."""
     return frozenset(address_if_any(local_tensor(each)) for each in tensors if isinstance(each, Tensor)) - {0}
+
+
+def _extents(tensors: Iterable[Any]) -> Extents:
+    """The memory of those of the tensors among the values."""
+    return Extents(local_tensor(each) for each in tensors if isinstance(each, Tensor))
 
 
 def _is_in(tensor: Tensor, pool: Pool) -> bool:

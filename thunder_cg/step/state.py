@@ -541,13 +541,15 @@ def replaced_outside(before: Facts, after: StepState) -> dict[Any, Place]:
             continue
         place = found_at[-1][0]
         carried = Carried.of(place.get(), after.device.type)
-        if carried is None or type(then.value) is not Tensor or layout(then.value) != layout(now.value):
+        if carried is None or not any(each is now.value for each in carried.tensors):  # two places may have one label
+            continue
+        if type(then.value) is not Tensor or layout(then.value) != layout(now.value):
             continue
         is_small = sum(each.nbytes for each in carried.tensors) <= _MAX_REPLACED
         if is_small and all(is_whole(each) and memory[storage_id(each)] == 1 for each in carried.tensors):
             replaced[place.key] = place, carried
     alone = (
-        (place, all(keys[id(each)] <= replaced.keys() for each in carried.tensors))
+        (place, all(keys.get(id(each), {None}) <= replaced.keys() for each in carried.tensors))
         for place, carried in replaced.values()
     )
     return {place.key: place for place, is_alone in alone if is_alone}
