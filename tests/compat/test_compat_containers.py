@@ -408,3 +408,37 @@ def test_what_is_made_once_while_thunder_traces(transform, device):
     jitted, x = thunder.jit(read, transforms=[transform()]), torch.ones(3, device=device)
     for _ in range(4):
         same(jitted(x), torch.tanh(x * 2))
+
+
+def in_a_list(x, items):
+    return x.exp() if items[0] else x.sin()
+
+
+@pytest.mark.parametrize(
+    ("fn", "values"),
+    [
+        (lambda x, is_exp: x.exp() if is_exp else x.sin(), (True, False)),
+        (lambda x, name: x * {"one": 1, "two": 2}[name], ("one", "two")),
+        (lambda x, n: x * 2 if n is None else x * n, (3.0, None, 4.0)),
+        (lambda x, n: x * 2 if n is None else x * n, (None, 3, 4)),
+        (lambda x, n: x * n, (2, 3.0, 4, 5.0)),
+        (in_a_list, ([True], [False])),
+    ],
+    ids=["bool", "string", "none after a number", "none", "types of numbers", "item"],
+)
+def test_what_has_no_symbol_compiles_anew(transform, device, fn, values):
+    """With symbolic values, Thunder checks no arguments but tensors. A branch was that of the first call."""
+    compiled = thunder.jit(fn, transforms=[transform()], cache="symbolic values")
+    for value in 3 * values:
+        x = torch.randn(3, device=device, requires_grad=True)
+        found, expected = compiled(x, value), fn(x, value)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(torch.autograd.grad(found.sum(), x), torch.autograd.grad(expected.sum(), x))
+    assert thunder.cache_misses(compiled) == 2
+
+
+def test_a_number_has_a_symbol(transform, device):
+    compiled = thunder.jit(lambda x, n: x * n, transforms=[transform()], cache="symbolic values")
+    for number in (2.0, 3.0, 4.5):
+        assert compiled(torch.ones(1, device=device), number).item() == number
+    assert thunder.cache_misses(compiled) == 1

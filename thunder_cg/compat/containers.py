@@ -39,6 +39,7 @@ from thunder.core.interpreter import (
     WrappedValue,
 )
 from thunder.core.jit_ext import EXT_FLAG_IS_MODULE, general_jit_callbacks, get_jit_ctx, should_register_for_prologue
+from thunder.core.options import CACHE_OPTIONS
 from thunder.core.prims import OpTags
 from thunder.core.proxies import AnyProxy, Proxy, TensorProxy
 from thunder.extend import OperatorExecutor, register_executor
@@ -220,6 +221,11 @@ def _is_of_call(provenance: Any) -> bool:
         if owner.ext_flag & EXT_FLAG_IS_MODULE:
             return not _is_pythons_or_modules(provenance)
         return not str(name.value).startswith("__") and _is_of_call(owner)
+    return _is_in_arguments(provenance)
+
+
+def _is_in_arguments(provenance: Any) -> bool:
+    """Whether it is an argument, or an item of one."""
     while provenance.inst is PseudoInst.BINARY_SUBSCR:
         provenance = provenance.inputs[0]
     return provenance.inst in (PseudoInst.INPUT_ARGS, PseudoInst.INPUT_KWARGS)
@@ -261,6 +267,23 @@ def _check_constant_at(value: Any, provenance: ProvenanceRecord) -> None:
     if is_ours(_compile_data.get()[0]) and not _is_known(_path(provenance)):
         arg = _Held(value) if isinstance(value, (bytes, range, type)) else value
         _add_check(is_checked, check_constant, value, provenance, arg)
+
+
+def _check_argument_of_many(value: Any, provenance: ProvenanceRecord) -> None:
+    """Has the prologue check the type of a number, and a bool, string or slice, if ``cache="symbolic values"``.
+
+    Thunder checks nothing of them then, and a branch is that of the first call. It has symbols for numbers alone.
+    """
+    if type(value) not in (bool, str, slice, int, float, complex) or not _is_in_arguments(provenance):
+        return
+    data = _compile_data.get()[0]
+    is_symbolic = is_ours(data) and data.cache_option is CACHE_OPTIONS.SYMBOLIC_VALUES
+    if not is_symbolic or not _is_looked_up_by_prologue(provenance) or _is_known((_path(provenance), "symbolic")):
+        return
+    if type(value) in (int, float, complex):
+        _add_check(True, check_kind, value, provenance, _kind(value))
+    else:
+        _add_check(True, check_constant, value, provenance, _Held(value) if type(value) is slice else value)
 
 
 def _add_check(is_sure: bool, check: Any, value: Any, provenance: ProvenanceRecord, *expected: Any) -> None:
@@ -324,6 +347,7 @@ def check_group_of_collective(group: ProcessGroup) -> None:
 
 
 def _check_if_constant(value: WrappedValue) -> Any:
+    _check_argument_of_many(value.value, value.provenance)
     wrapped = _wrapped(value)  # which has an attribute of a module looked up as such
     _check_constant_at(value.value, value.provenance)
     return wrapped
