@@ -69,6 +69,7 @@ Every test compares with uncaptured Thunder, bit for bit.
 | a number read from a tensor freezes                           | test_item                              |
 | so does one that is an index                                  | test_indices_that_are_numbers          |
 | a number is stored where the mask of another call says        | test_numbers_stored_by_a_mask          |
+| what an operator calls is captured in another call's memory   | test_calls_in_operators                |
 | an operator keeps, writes or returns its input                | test_opaque_operators                  |
 | so does one that is eager for another reason as well          | test_opaque_operators_with_numbers     |
 | a side effect of an operator happens at capture only          | test_side_effects                      |
@@ -1307,6 +1308,24 @@ def operator():
 
 def like(x):
     return thunder.core.proxies.TensorProxy(like=x)
+
+
+def test_calls_in_operators(device, operator, transform):
+    """The allocator gives a thread memory of the first pool that it has begun to use, which is the outer call's."""
+    inner = thunder.jit(work, transforms=[transform()])
+    ex, call = operator("call", lambda x: inner(x), like)
+    plain = thunder.jit(lambda x: work(work(work(x))))
+    jit = {"executors": [ex, *thunder.get_default_executors()]}
+    graphed = thunder.jit(lambda x: work(call(work(x))), transforms=[transform(allow=["call"])], **jit)
+    with torch.no_grad():  # as in the operator
+        inner(torch.randn(4, 4, device=device))
+        for _ in range(CALLS):
+            x = torch.randn(4, 4, device=device)
+            same(plain(x), graphed(x))
+        assert [region["replays"] for region in regions(graphed)] == [CALLS - 1]
+        assert [region["captures"] for region in regions(inner)] == [0]
+        same(work(x), inner(x))
+    assert [region["captures"] for region in regions(inner)] == [1]
 
 
 def test_opaque_operators(twins, device, operator):

@@ -55,6 +55,8 @@ def trains_alike(fn: Callable[..., Any], backend: str, device: str, **named: Any
 
 WRITES = [
     "y[mask] = s",
+    "F.dropout(y, 0.0)[0].add_(z)",
+    "y.real[1:].mul_(z)",
     "y[[0, 2]] = z",
     "y[rows] = z",
     "y[0] = z.double()",
@@ -96,7 +98,7 @@ WRITES = [
 
 
 @pytest.mark.parametrize("write", WRITES)
-@pytest.mark.nightly_after(7)
+@pytest.mark.nightly_after(9)
 def test_writes_with_a_gradient(backend, device, write):
     names = {"F": F, "torch": torch}
     exec(f"def write(y, x, z, s, rows, mask): {write}", names)

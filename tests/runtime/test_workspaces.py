@@ -34,6 +34,7 @@ class FakeCuda:
         self.cleared = 0
         self.has_foreign_graphs = False
         self._pool = -1
+        self._workspaces: dict[tuple[int, CaptureStream], int] = {}  # their pools, by thread and stream
         self.current = FakeStream(7)
 
     def new_pool(self, index):
@@ -46,11 +47,16 @@ class FakeCuda:
         self._pool = pool
         yield
 
-    def make_workspace(self):
-        self.pools[self._pool] += 32
+    def make_workspace(self, stream):
+        if (who := (threading.get_ident(), stream)) not in self._workspaces:
+            self._workspaces[who] = self._pool
+            self.pools[self._pool] += 32
 
     def clear(self):
         self.cleared += 1
+        for pool in self._workspaces.values():
+            self.pools[pool] -= 32
+        self._workspaces.clear()
 
     def pool_segments(self, pools):
         return [{"total_size": self.pools[pool]} for pool in pools]
@@ -71,7 +77,7 @@ def fake(monkeypatch):
     monkeypatch.setattr(cuda, "clear_cublas_workspaces", fake.clear)
     monkeypatch.setattr(cuda, "pools_with_memory", lambda: {*fake.pools, *fake.foreign_pools})
     monkeypatch.setattr(cuda, "has_foreign_graphs", lambda: fake.has_foreign_graphs)
-    monkeypatch.setattr(CaptureStream, "_make_workspaces", lambda stream: fake.make_workspace())
+    monkeypatch.setattr(CaptureStream, "_make_workspaces", lambda stream: fake.make_workspace(stream))
     monkeypatch.setattr(CaptureStream, "_all", [])
     monkeypatch.setattr(streams, "own_pools", set())
     return fake
@@ -205,13 +211,30 @@ def test_a_warm_up_before_the_first_capture_has_workspaces_in_its_own_memory(fak
 
 def test_a_capture_in_a_warm_up_has_workspaces_of_its_own(fake):
     stream = CaptureStream.take(0)
-    assert warm_up(stream, lambda: capture(stream)) == (True, False)
-    assert stream.workspace_nbytes() == 32 and fake.cleared == 1
+
+    def fail():
+        with pytest.raises(ValueError, match="fails"):
+            capture(stream, ValueError("fails"))
+        fake._pool = 5  # the warm-up goes on in the arena's
+        fake.make_workspace(stream)
+
+    fake.pools[5] = 0
+    streams.own_pools.add(5)
+    assert warm_up(stream, lambda: (fail(), capture(stream))) == (True, False)
+    assert stream.workspace_nbytes() == 32 and fake.pools[5] == 0
 
 
-def test_a_warm_up_in_a_warm_up_leaves_the_workspaces_to_it(fake):
-    stream = CaptureStream.take(0)
-    assert warm_up(stream, lambda: warm_up(stream)) == (True, True) and fake.cleared == 1
+def test_a_capture_frees_only_workspaces_that_are_in_an_arena(fake):
+    stream = prepared()
+    capture(stream)
+    assert fake.cleared == 0
+
+
+def test_a_capture_makes_workspaces_that_inductor_has_freed(fake):
+    stream = prepared()
+    fake.clear()
+    assert stream.workspace_nbytes() == 0
+    capture(stream)
 
 
 def test_a_first_capture_that_fails_leaves_no_workspaces(fake):

@@ -9,14 +9,15 @@ from __future__ import annotations
 import inspect
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import CodeType
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch._C import DispatchKey
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
 from torch._dynamo import cache_size, config, convert_frame, guards, pgo
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
@@ -40,6 +41,7 @@ _recompilation_reasons = guards.get_and_maybe_log_recompilation_reasons
 # Files of the nodes in autograd's graph. A ``torch.autograd.grad`` at a graph break runs them under Dynamo's eyes.
 _FASTPATH = Path(__file__).parents[1] / "fastpath"
 _OF_NODES = {inspect.getfile(inspect.unwrap(connect_to_autograd)), *map(str, _FASTPATH.glob("*.py"))}
+_DECOMPOSED = DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd
 _LEAVE = ConvertFrameReturn(_FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT), apply_to_code=False)
 _SKIP = ConvertFrameReturn(_FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP), apply_to_code=False)
 
@@ -81,6 +83,7 @@ def scope_dynamo(function: Any, is_moved: Callable[[Hook], bool], left: dict[Cod
             patch.object(misc.LoggingLoggerVariable, "call_method", _log_after_graph),
             _floats_constant_at_first(),
             _reading_constants(),
+            _returning_what_is_not_dropped(),
             _counting_versions_of(backend),
             _own_reasons_first(),
             leaving_moved_hooks(is_moved, moved),
@@ -97,6 +100,26 @@ def scope_dynamo(function: Any, is_moved: Callable[[Hook], bool], left: dict[Cod
     for name in ("_torchdynamo_orig_backend", "_clone_with_backend"):  # what others read of it
         setattr(convert_scoped, name, getattr(convert, name))
     callback._torchdynamo_orig_backend = convert_scoped
+
+
+@contextmanager
+def _returning_what_is_not_dropped() -> Iterator[None]:
+    """A dropout that drops nothing returns its argument, and what is written to one shows in the other.
+
+    Dynamo asks a decomposition (2.11), which returns a copy.
+    """
+    operator = torch.ops.aten.dropout.default
+    decomposed = operator.py_kernels[DispatchKey.Autograd]
+
+    def dropout(tensor: torch.Tensor, p: float, train: bool | None) -> Any:
+        return decomposed(tensor, p, train) if train and p != 0 else tensor
+
+    try:
+        with patch.dict(operator.py_kernels, dict.fromkeys(_DECOMPOSED, dropout)):
+            operator._dispatch_cache.clear()  # of those that it has asked for
+            yield
+    finally:
+        operator._dispatch_cache.clear()
 
 
 class _SizeHistory:

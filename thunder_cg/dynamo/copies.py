@@ -122,7 +122,7 @@ def _view(node: Node) -> Any:
     name, source = operator_name(node), example(first_argument(node))
     if not isinstance(source, torch.Tensor) or NEW in node.meta or not shares_memory(example(node), source):
         return None
-    if node.op == "call_method" and example(node) is source and not written_by(node):  # as ``y.contiguous()`` may be
+    if example(node) is source and not written_by(node):  # as ``y.contiguous()`` and ``y.real`` may be
         return "getitem", (...,), ()
     is_known = name in operators.VIEWS and node.target in (operator.getitem, name, getattr(torch, name, None))
     view = name, node.args[1:], tuple(node.kwargs.items())

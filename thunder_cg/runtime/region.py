@@ -300,7 +300,8 @@ class RuntimeRegion:
                 aliased = self.aliased_inputs(taken, in_pool)
                 lends = call.mode is Mode.WARMUP and self.lends_results(call)
                 lending = Lending(call.memory, pool) if lends else None
-                produced = list(pool.warm_up(function, [taken], call.program.may_hold_workspaces))
+                with skip_reasons.held_back(True):  # the allocator would put graphs of what ops call here, too
+                    produced = list(pool.warm_up(function, [taken], call.program.may_hold_workspaces))
                 break
             except Exception as error:
                 if not began:

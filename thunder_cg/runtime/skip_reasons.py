@@ -47,7 +47,7 @@ WRITTEN_OUTSIDE = SkipReason(
     "make it outside of torch.inference_mode, or call the function inside",
 )
 IN_CAPTURE = SkipReason("inside another capture")
-IN_STEP = SkipReason("inside a graphed step, whose own graph is to hold it")
+IN_STEP = SkipReason("inside a graphed step or a warm-up, whose own graph is to hold it")
 TIMED = SkipReason('select="measured" times the ops without graphs')
 DESELECTED = SkipReason('no region pays, and select="measured" leaves such regions eager')
 RAISED = SkipReason("the replay raised an error")

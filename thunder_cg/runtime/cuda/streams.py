@@ -75,7 +75,7 @@ class CaptureLock:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # no RLock: a destructor on the thread that holds it must not get it
-        self._owner = self._depth = 0  # reentrant: an operator that runs in a warm-up may capture, too
+        self._owner = self._depth = 0  # reentrant: an operator that runs in a warm-up may launch, too
         self._dead: list[torch.cuda.CUDAGraph] = []  # see Note [Who destroys graphs]
         self._user_captures = _is_capturing  # for a destructor that runs while the interpreter ends
 
@@ -153,9 +153,8 @@ class CaptureStream:
         self._users = 0  # pools
         self._made_by = 0  # the thread whose pools these are
         self._pool: cuda.PoolId | None = None
-        self._are_inside = False  # whether a warm-up has workspaces where its tensors are
         self._has_graphs = False  # that may use the workspaces
-        self._of_thread = threading.local()  # not by the thread's number, which a later thread may have, too
+        self._is_inside = False  # whether workspaces may be in an arena's pool, where a warm-up has made them
 
     @classmethod
     def take(cls, index: int) -> CaptureStream:
@@ -198,6 +197,7 @@ class CaptureStream:
             CaptureStream._cleared += 1
             for stream in [each for each in cls._all if not each._users or each is besides]:
                 pool, stream._pool, stream._has_graphs = stream._pool, None, False
+                stream._is_inside = stream._is_inside and stream is besides
                 if pool is not None:
                     cuda.release_pool(stream.index, pool)
 
@@ -212,21 +212,22 @@ class CaptureStream:
         Args:
             workspaces_inside: they may be where its tensors are.
         """
-        if self._are_inside:  # of a warm-up in which this is one
-            yield
-            return
-        self._are_inside = workspaces_inside and self._may_free()
-        if not self._are_inside:
+        begins = workspaces_inside and not self._is_inside and self._may_free()
+        if begins:
+            self._is_inside = True
+        else:
             self.prepare()
         try:
             yield
         finally:
-            self._free_inside()
+            if begins:
+                self._is_inside = not self._free()
 
     @contextmanager
     def for_capture(self) -> Iterator[None]:
         """For a capture on the stream, with workspaces of this thread's. If it fails, and is the first, they go."""
-        self._free_inside()  # of a warm-up in which this is a capture
+        if self._is_inside:  # of a warm-up that could not free them, or in which this is a capture
+            self._free()
         self.prepare()
         try:
             yield
@@ -235,16 +236,13 @@ class CaptureStream:
             raise
         self._has_graphs = True
 
-    def _free_inside(self) -> None:
-        if self._are_inside:
-            self._are_inside = False
-            self._free()
-
-    def _free(self) -> None:
+    def _free(self) -> bool:
         """Frees the workspaces, unless that could harm somebody. Then later captures use them where they are."""
-        if self._may_free():
-            cuda.clear_cublas_workspaces()
-            self.forget_workspaces(self)
+        if not self._may_free():
+            return False
+        cuda.clear_cublas_workspaces()
+        self.forget_workspaces(self)
+        return True
 
     def _may_free(self) -> bool:
         if self._has_graphs or in_backward() or not self.all_are_idle(but=self):
@@ -252,15 +250,15 @@ class CaptureStream:
         return modules_of_threads() <= _IDLE and _others_have_no_graphs()
 
     def prepare(self) -> None:
-        """Makes this thread's workspaces for the stream, before anything could make them in an arena's pool."""
-        if getattr(self._of_thread, "prepared_at", None) == self._cleared:
-            return
+        """Makes this thread's workspaces for the stream, before anything could make them in an arena's pool.
+
+        Each time, since nothing says whether they are still there: Inductor may have freed them.
+        """
         if self._pool is None:
             self._pool = cuda.new_pool(self.index)
             own_pools.add(self._pool)
         with cuda.use_pool(self.index, self._pool):
             self._make_workspaces()
-        self._of_thread.prepared_at = self._cleared
 
     def _make_workspaces(self) -> None:
         with torch.cuda.device(self.index), torch.cuda.stream(self.stream):
