@@ -340,8 +340,10 @@ class Calls:
                 self._object_to_read(frame, name)
         elif called is id:
             if _is_users(frame.f_code, frame.f_globals):
-                may_be_any = self._carries and not _gets_variable(frame.f_code, frame.f_lasti)
-                self._note_identity(frame, name, tensors_in([*frame.f_locals.values()]), may_be_any=may_be_any)
+                variable = _variable_passed(frame.f_code, frame.f_lasti)
+                found = frame.f_locals if variable is None else {variable: frame.f_locals.get(variable)}
+                may_be_any = self._carries and variable is None
+                self._note_identity(frame, name, tensors_in([*found.values()]), may_be_any=may_be_any)
         elif name in _TELL_APART and isinstance(owner, torch.Tensor):
             self._note_identity(frame, name, [owner])
         elif called in UNSTEADY:
@@ -584,10 +586,13 @@ class _Ran(NamedTuple):
 
 
 @cache
-def _gets_variable(code: types.CodeType, call: int) -> bool:
-    """Whether the last argument of a call in a function is one of its variables."""
-    before = [each.opname for each in dis.get_instructions(code) if each.offset < call]
-    return next((name for name in reversed(before) if name not in _NO_WORK), "").startswith("LOAD_FAST")
+def _variable_passed(code: types.CodeType, call: int) -> str | None:
+    """The variable of a function that is the last argument of a call in it; None if that is something else."""
+    before = (each for each in dis.get_instructions(code) if each.offset < call and each.opname not in _NO_WORK)
+    last = deque(before, maxlen=1).pop()
+    if not last.opname.startswith("LOAD_FAST"):
+        return None
+    return str(last.argval[-1] if isinstance(last.argval, tuple) else last.argval)  # two are loaded at once
 
 
 @torch.compiler.disable(recursive=False)
