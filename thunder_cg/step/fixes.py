@@ -101,10 +101,7 @@ _HISTORY = (
     "a tensor with a history from before the step is still held, so autograd joins its stream; detach what you keep"
 )
 _NORM = "it reads whether the norm is finite; pass error_if_nonfinite=False, and look at the norm outside of the step"
-_CTC = (
-    "ctc_loss reads the lengths on the host; only on a GPU and by cuDNN it does not: with blank=0, log-probabilities "
-    "in float32, and int32 tensors there for the targets, concatenated, and for the lengths, which are below 256"
-)
+_CTC = "ctc_loss reads the lengths on the host; compute it outside of the step, with its backward"
 _ONE_HOT = (
     "one_hot reads the classes on the host; pass num_classes=, with which it does not on a GPU, or take "
     "(x.unsqueeze(-1) == torch.arange(n, device=x.device)).long()"
