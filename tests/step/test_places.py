@@ -1087,9 +1087,20 @@ def is_asked_for_its_identity(kept, loss):
     kept.total += loss * (2 if id(kept.total) == kept.identity else 3)
 
 
+def is_asked_for_its_identity_by_a_variable(kept, loss):
+    total = kept.total
+    total += loss * (2 if id(total) == kept.identity else 3)
+
+
 @pytest.mark.parametrize(
     "does",
-    [gets_other_memory, is_left_a_gradient, is_asked_for_its_address, is_asked_for_its_identity],
+    [
+        gets_other_memory,
+        is_left_a_gradient,
+        is_asked_for_its_address,
+        is_asked_for_its_identity,
+        is_asked_for_its_identity_by_a_variable,
+    ],
     ids=lambda value: value.__name__,
 )
 def test_a_total_that(step_twins, does):

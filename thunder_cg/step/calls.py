@@ -340,10 +340,12 @@ class Calls:
                 self._object_to_read(frame, name)
         elif called is id:
             if _is_users(frame.f_code, frame.f_globals):
-                variable = _variable_passed(frame.f_code, frame.f_lasti)
-                found = frame.f_locals if variable is None else {variable: frame.f_locals.get(variable)}
-                may_be_any = self._carries and variable is None
-                self._note_identity(frame, name, tensors_in([*found.values()]), may_be_any=may_be_any)
+                given = frame.f_locals.get(_variable_passed(frame.f_code, frame.f_lasti))
+                if isinstance(given, torch.Tensor):
+                    self._note_identity(frame, name, [given])
+                else:
+                    may_be_any = self._carries and given is None
+                    self._note_identity(frame, name, tensors_in([*frame.f_locals.values()]), may_be_any=may_be_any)
         elif name in _TELL_APART and isinstance(owner, torch.Tensor):
             self._note_identity(frame, name, [owner])
         elif called in UNSTEADY:
@@ -586,12 +588,12 @@ class _Ran(NamedTuple):
 
 
 @cache
-def _variable_passed(code: types.CodeType, call: int) -> str | None:
-    """The variable of a function that is the last argument of a call in it; None if that is something else."""
+def _variable_passed(code: types.CodeType, call: int) -> str:
+    """The variable of a function that is the last argument of a call in it; "" if that is something else."""
     before = (each for each in dis.get_instructions(code) if each.offset < call and each.opname not in _NO_WORK)
     last = deque(before, maxlen=1).pop()
     if not last.opname.startswith("LOAD_FAST"):
-        return None
+        return ""
     return str(last.argval[-1] if isinstance(last.argval, tuple) else last.argval)  # two are loaded at once
 
 
