@@ -437,6 +437,32 @@ def test_smallest_and_middle_values(backend, device):
     assert one_region_each_way(trains_alike(Around(fn).to(device), lambda: torch.randn(4, 8, device=device), backend))
 
 
+def draws(x):
+    return x.bernoulli(0.5) * torch.bernoulli(input=x, p=0.3)
+
+
+def test_a_draw_that_has_no_derivative(backend, device):
+    """As SpeechT5 has it. PyTorch raises where the gradient is wanted."""
+
+    def consistent_dropout(x):
+        mask = torch.bernoulli(x[0], p=0.3)
+        return torch.where(mask.unsqueeze(0).repeat(4, 1) == 1, x, 0) * 2
+
+    model = Around(consistent_dropout).to(device)
+    assert one_region_each_way(trains_alike(model, lambda: torch.randn(4, 8, device=device), backend))
+    graphed = thunderfx(draws, backend=backend)
+    for seed in range(4):
+        found, x = [], torch.rand(4, 8, device=device)
+        for fn in (graphed, draws):
+            torch.manual_seed(seed)
+            found.append(fn(x))
+        same(*found)
+    assert not explain(graphed).outside
+    wanted = thunderfx(Around(lambda x: x * torch.bernoulli(x, p=0.3)).to(device), backend=backend)
+    with pytest.raises(RuntimeError, match="derivative for aten::bernoulli is not implemented"):
+        wanted(torch.randn(4, 8, device=device)).sum().backward()
+
+
 def test_stochastic_depth(backend, device):
     """As timm and torchvision have it. The draw is not repeated in the backward."""
 

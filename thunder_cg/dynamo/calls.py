@@ -12,7 +12,14 @@ import torch
 from torch.fx import Node
 from torch.nn import functional as F
 
-from thunder_cg.compat.fx import AUTOCAST_DTYPES, dtype_of_casts, example, numpy_name, operator_name
+from thunder_cg.compat.fx import (
+    AUTOCAST_DTYPES,
+    compute_with_grad_mode,
+    dtype_of_casts,
+    example,
+    numpy_name,
+    operator_name,
+)
 from thunder_cg.compat.operators import parameters_of
 from thunder_cg.compat.splitter import fallback_of, is_for_splitter
 from thunder_cg.compat.tensors import is_inexact
@@ -180,6 +187,25 @@ def scatter_without_waiting(node: Node) -> None:
     is_whole = named.keys() == {"input", "mask", "source"} and example(named["input"]).shape == example(node).shape
     if is_whole and requires_grad(example(node)):
         call_instead(node, operators.masked_scatter(), named["input"], named["mask"], named["source"])
+
+
+def draw_without_gradient(node: Node) -> None:
+    """``torch.bernoulli(x, p)`` is ``torch.empty_like(x).bernoulli_(p)``, but for a backward, in which PyTorch raises.
+
+    So it is where nothing has a gradient that is computed with it, as ``mask == 1`` has none.
+    """
+    leading, waiting = dict[Node, None](), [node]
+    while waiting:
+        if (each := waiting.pop()) not in leading and requires_grad(example(each)):
+            leading[each] = None
+            waiting += each.users
+        if each.op == "output" or written_by(each):
+            return
+    for each in leading:
+        compute_with_grad_mode(each, enabled=False)
+    tensor, *others = *node.args, *node.kwargs.values()
+    if len(others) == 1 and isinstance(others[0], (int, float)) and example(node).is_contiguous():
+        call_instead(node, operators.drawn("bernoulli_"), tensor, *others)
 
 
 def unfold_to_new_memory(node: Node) -> None:

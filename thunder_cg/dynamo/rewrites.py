@@ -49,6 +49,7 @@ _CALLS: dict[Any, Callable[[Node], None]] = {
     torch.einsum: calls.pass_each_operand,
     **dict.fromkeys(("index_put", torch.index_put), copies.put_to_copy),
     **dict.fromkeys((torch.imag, torch.real), calls.take_part_to_new_memory),
+    **dict.fromkeys(("bernoulli", torch.bernoulli), calls.draw_without_gradient),
     F.embedding: calls.embed_with_padding,
     F.multi_head_attention_forward: own_symbols.trace_multi_head_attention,
     "masked_scatter": calls.scatter_without_waiting,
