@@ -896,8 +896,9 @@ def a_method_of_a_class():
 
 
 def a_module_that_is_passed_on():
-    this = sys.modules[__name__]
-    return lambda y: y * getattr(this, "SCALE"), set_scale  # noqa: B009
+    settings = types.ModuleType("settings")
+    settings.SCALE = 1.0
+    return lambda y: y * getattr(settings, "SCALE"), partial(setattr, settings, "SCALE", 2.0)  # noqa: B009
 
 
 def an_import_in_a_function():
