@@ -30,6 +30,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import uuid
 import warnings
 import weakref
