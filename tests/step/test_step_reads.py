@@ -902,6 +902,11 @@ def a_module_that_is_passed_on():
     return lambda y: y * getattr(settings, "SCALE"), partial(setattr, settings, "SCALE", 2.0)  # noqa: B009
 
 
+def a_class_of_a_module_that_is_not_there():
+    kind = type("Kind", (), {"scale": 1.0, "__module__": "settings"})
+    return lambda y: weigh(kind, y), partial(setattr, kind, "scale", 2.0)
+
+
 def an_import_in_a_function():
     def step(y):
         import test_step_reads as this
@@ -1383,6 +1388,7 @@ FAR = (
     another_class,
     a_method_of_a_class,
     a_module_that_is_passed_on,
+    a_class_of_a_module_that_is_not_there,
     an_import_in_a_function,
     a_name_imported_in_a_function,
     a_default,

@@ -48,6 +48,8 @@ CONSTANT_PACKAGES = {
     *("thunder", "thunder_cg", "nvfuser", "nvfuser_direct", "optree"),
 }
 
+_WITHOUT_FILE = CONSTANT_PACKAGES | sys.stdlib_module_names  # some of their modules are in C
+
 
 def is_users(value: types.ModuleType | type) -> bool:
     """Whether a module or a class is not of an installed package."""
@@ -62,10 +64,12 @@ def may_change(value: types.ModuleType | type) -> bool:
 
 
 def _file_of(value: types.ModuleType | type) -> str | None:
-    """The source file of a module or a class; "" for the main program."""
+    """The source file of a module or a class; "" for the main program, and for a module that a program has made."""
     name = value.__module__ if isinstance(value, type) else value.__name__
     module = sys.modules.get(name) if isinstance(value, type) else value
-    return "" if name == "__main__" else getattr(module, "__file__", None)
+    file: str | None = "" if name == "__main__" else getattr(module, "__file__", None)
+    is_made = not (hasattr(module, "__path__") or str(name).partition(".")[0] in _WITHOUT_FILE)  # no namespace package
+    return "" if file is None and is_made else file
 
 
 @cache
