@@ -92,7 +92,8 @@ def first_segment(events: Sequence[Event]) -> int:
     large = [event for event in events if not event[1] or event[1] > SMALL]
     most = peak(large, {})
     sizes = {peak((event for event in large if event[1] <= most // part), {}) for part in _LARGEST}
-    sizes |= {size for size in [peak(_with_temporaries(large), {})] if size < LEAST_SEGMENT}
+    if (with_temporaries := peak(_with_temporaries(large), {})) < LEAST_SEGMENT:
+        sizes.add(with_temporaries)
     needs = {size: needs_with(size) for size in {max(size, _LEAST_ALONE) for size in sizes}}
     best = min(needs, key=lambda size: (needs[size], size), default=0)
     return best if best and needs[best] < _WORTH * needs_with(0) else 0

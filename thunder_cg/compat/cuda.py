@@ -202,6 +202,11 @@ def pool_segments(pools: Sequence[PoolId]) -> list[dict[str, Any]]:
     return [segment for segment in everything if segment["segment_pool_id"] in pools]
 
 
+def pools_nbytes(pools: Sequence[PoolId]) -> int:
+    """Bytes that these pools reserve on any device."""
+    return sum(segment["total_size"] for segment in pool_segments(pools))
+
+
 def pools_with_memory() -> set[PoolId]:
     """The private pools, of whoever, of which somebody owns memory."""
     segments = torch._C._cuda_memorySnapshot(None)["segments"]

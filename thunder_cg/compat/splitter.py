@@ -79,7 +79,7 @@ def is_differentiable(node: Node, options: dict[str, Any]) -> bool:
 
     def tracked(source: Node) -> Node:
         value, copied = example(source), graph.placeholder(source.name)
-        is_float = isinstance(value, torch.Tensor) and is_inexact(value)
+        is_float = is_inexact(value)
         copied.meta["example_value"] = value.detach().requires_grad_() if is_float else value
         return copied
 

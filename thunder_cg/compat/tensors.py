@@ -8,7 +8,7 @@ from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch._C._dynamo import guards as _guards
@@ -156,9 +156,9 @@ def is_cpu_scalar(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 0 and value.device.type == "cpu"
 
 
-def is_inexact(tensor: torch.Tensor) -> bool:
-    """Whether it has floating-point or complex numbers, the only ones that autograd differentiates."""
-    return tensor.is_floating_point() or tensor.is_complex()
+def is_inexact(value: Any) -> TypeGuard[torch.Tensor]:
+    """Whether it is a tensor of floating-point or complex numbers, the only ones that autograd differentiates."""
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:

@@ -88,7 +88,7 @@ def pass_by_position(node: Node) -> None:
     if not node.op.startswith("call") or not node.kwargs or is_for_splitter(node.target) or numpy_name(node):
         return
     is_fallback = fallback_of(node) is not None
-    tracked = {name for name, value in node.kwargs.items() if is_fallback and _is_inexact_tensor(example(value))}
+    tracked = {name for name, value in node.kwargs.items() if is_fallback and is_inexact(example(value))}
     if not {*_UNKNOWN, *_OF_NUMPY, *tracked}.intersection(node.kwargs):
         return
     overloads = parameters_of(node.target, operator_name(node))
@@ -108,10 +108,6 @@ def pass_by_position(node: Node) -> None:
             node.args = (*node.args, *map(node.kwargs.__getitem__, moved))
             node.kwargs = {name: value for name, value in node.kwargs.items() if name not in moved}
             return
-
-
-def _is_inexact_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and is_inexact(value)
 
 
 def drop_empty_parts(node: Node) -> None:

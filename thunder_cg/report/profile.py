@@ -158,7 +158,7 @@ def _gradients(results: Sequence[Any], backward: Program) -> Iterator[torch.Tens
     known = [*backward.layouts()][-1:]
     layouts = [known[0].get(name) for name in gradients_in(backward.ops.ops)] if known else []
     for value, layout in zip(results, layouts if len(layouts) == len(results) else [None] * len(results)):
-        if not (isinstance(value, torch.Tensor) and is_inexact(value)):
+        if not is_inexact(value):
             yield None
         elif layout and layout[0] == value.shape:
             gradient = torch.empty_strided(*layout[:2], dtype=value.dtype, device=value.device)

@@ -171,7 +171,7 @@ class StepRecording(RecordingUse):
             left: gradients in memory that it uses, and that replays of other recordings have left.
         """
         others = self.replaced.others(carried)
-        reason = _shared(batch, self.state, others, self.memory) or _written_twice(others, self.written)
+        reason = _shared(batch, self.state, others, self.memory, writes=bool(self.written))
         if (reason := reason or self.replaced.why_not(carried)) is not None:
             return reason
         return _IS_HELD if self.overwritten.are_held() or any(each.is_held() for each in left) else None
@@ -352,8 +352,8 @@ class _Body:
             if id(buffer) in stay and is_whole(buffer) and not (i in same or i - first in views):
                 self.written[i] = version(buffer) != then or address_if_any(buffer) in self._calls.written
         carried = self._originals.others(self._state.carried_tensors())
-        if (reason := _written_twice(carried, self.written)) is not None:
-            raise CaptureLater(*reason)
+        if self.written and not _extents(carried).are_apart:
+            raise CaptureLater(*KEPT_SHARES)
 
     def _refuse_older_graph(self, tensor: Tensor) -> None:
         name = self._state.name_of(tensor)
@@ -806,8 +806,14 @@ def _refuse_results(results: frozenset[int], gradients: Sequence[Tensor | None],
         raise CaptureRefused(*_IS_GRADIENT)
 
 
-def _shared(batch: Batch, state: StepState, carried: Sequence[Tensor], memory: Extents) -> SkipReason | None:
-    """What is, or shares memory with, something else that the step uses."""
+def _shared(
+    batch: Batch, state: StepState, carried: Sequence[Tensor], memory: Extents, *, writes: bool = False
+) -> SkipReason | None:
+    """What is, or shares memory with, something else that the step uses.
+
+    Args:
+        writes: whether something that is carried is copied back. Then no two tensors of it may share memory.
+    """
     kept = _extents(carried)
     if memory.overlap(kept):
         return KEPT_SHARES
@@ -815,14 +821,9 @@ def _shared(batch: Batch, state: StepState, carried: Sequence[Tensor], memory: E
         problem = f"an argument is a {type(same).__name__} that the step reads from outside as well"
         return SkipReason(problem, COPY_CONTAINER)
     passed = _extents(batch.tensors)
-    return _SHARES if memory.overlap(passed) or kept.overlap(passed) else None
-
-
-def _written_twice(carried: Sequence[Tensor], written: Collection[int]) -> SkipReason | None:
-    """Whether two tensors that are carried share memory, if some are copied back."""
-    if not written:
-        return None
-    return None if _extents({id(each): each for each in carried}.values()).are_apart else KEPT_SHARES
+    if memory.overlap(passed) or kept.overlap(passed):
+        return _SHARES
+    return KEPT_SHARES if writes and not kept.are_apart else None
 
 
 def _storages(tensors: Iterable[Any]) -> frozenset[int]:
@@ -831,8 +832,9 @@ def _storages(tensors: Iterable[Any]) -> frozenset[int]:
 
 
 def _extents(tensors: Iterable[Any]) -> Extents:
-    """The memory of those of the tensors among the values."""
-    return Extents(local_tensor(each) for each in tensors if isinstance(each, Tensor))
+    """The memory of the tensors among the values, each of which counts once."""
+    once = {id(each): each for each in tensors if isinstance(each, Tensor)}
+    return Extents(map(local_tensor, once.values()))
 
 
 def _is_in(tensor: Tensor, pool: Pool) -> bool:

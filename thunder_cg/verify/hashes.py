@@ -43,7 +43,7 @@ def hash_values(device: torch.device, *values: Any) -> torch.Tensor:
     Integers beside floating-point values have lenient hashes: they are seeds and the like, which an op may never write.
     A lenient hash counts only if the op does write the value.
     """
-    any_float = any(isinstance(v, torch.Tensor) and is_inexact(v) for v in values)
+    any_float = any(map(is_inexact, values))
     none = torch.full((), NO_HASH, dtype=torch.int64, device=device)
     pairs = [(none, none)]
     for value in values:

@@ -197,8 +197,8 @@ class CudaPool:
 
     def warm_up(self, fn: Function, args: Sequence[Any], workspaces_inside: bool = False) -> Sequence[Any]:
         # They would split a larger first segment.
-        is_small = self._private_pool_nbytes() <= LEAST_SEGMENT
-        workspaces = self._capture_stream.for_warm_up(workspaces_inside and is_small)
+        inside = workspaces_inside and cuda.pools_nbytes([self._private_pool.id]) <= LEAST_SEGMENT
+        workspaces = self._capture_stream.for_warm_up(inside)
         generator = torch.cuda.get_rng_state(self._index)
         try:
             # Note [Warm-up inside the pool]. The lock, because a draw is an error while another thread captures.
@@ -391,10 +391,7 @@ class CudaPool:
         return [(segment["address"], segment["address"] + segment["total_size"]) for segment in segments]
 
     def nbytes(self) -> int:
-        return sum(segment["total_size"] for segment in cuda.pool_segments([p.id for p in self._private_pools]))
-
-    def _private_pool_nbytes(self) -> int:
-        return sum(segment["total_size"] for segment in cuda.pool_segments([self._private_pool.id]))
+        return cuda.pools_nbytes([pool.id for pool in self._private_pools])
 
     def workspaces(self) -> dict[Any, int]:
         return {self._capture_stream: self._capture_stream.workspace_nbytes()}

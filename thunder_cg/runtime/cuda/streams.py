@@ -187,8 +187,7 @@ class CaptureStream:
             free_workspaces()
 
     def workspace_nbytes(self) -> int:
-        segments = cuda.pool_segments([self._pool]) if self._pool is not None else []
-        return sum(segment["total_size"] for segment in segments)
+        return 0 if self._pool is None else cuda.pools_nbytes([self._pool])
 
     @classmethod
     def forget_workspaces(cls, besides: CaptureStream | None = None) -> None:
