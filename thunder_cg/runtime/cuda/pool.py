@@ -157,6 +157,7 @@ class CudaPool:
     def _open_private_pool(self) -> None:
         self._private_pool = PrivatePool(self._index)
         self._private_pools.add(self._private_pool)
+        self._first_segment = 0  # bytes that it began with: see Note [First segment] in analysis/segments.py
         self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()  # of this private pool
 
     @contextmanager
@@ -178,6 +179,7 @@ class CudaPool:
             with suppress(RuntimeError):  # while a user captures on another thread, or too little memory
                 torch.cuda.empty_cache()  # see Note [Memory for a pool]
                 self._allocate(nbytes)
+                self._first_segment = nbytes
 
     def memory(self, nbytes: int) -> torch.Tensor:
         try:
@@ -196,8 +198,7 @@ class CudaPool:
             return torch.UntypedStorage(nbytes, device=torch.device("cuda", self._index))
 
     def warm_up(self, fn: Function, args: Sequence[Any], workspaces_inside: bool = False) -> Sequence[Any]:
-        # They would split a larger first segment.
-        inside = workspaces_inside and cuda.pools_nbytes([self._private_pool.id]) <= LEAST_SEGMENT
+        inside = workspaces_inside and self._first_segment <= LEAST_SEGMENT  # they would split a larger one
         workspaces = self._capture_stream.for_warm_up(inside)
         generator = torch.cuda.get_rng_state(self._index)
         try:
