@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import sys
 import threading
 import types
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from thunder_cg.compat import objects
 from thunder_cg.compat.objects import (
     alive,
     modules_of_threads,
@@ -83,6 +85,50 @@ def test_a_tuple_that_another_thread_makes(look: Callable[[], Any]) -> None:
     finally:
         is_made.set()
         thread.join()
+
+
+_LOOK = """
+import importlib.util, sys, threading
+spec = importlib.util.spec_from_file_location("objects", sys.argv[1])
+objects = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(objects)
+is_listed, is_made, events = threading.Event(), threading.Event(), []
+class Kind:
+    pass
+def look_at_all():
+    for _ in range(2):
+        objects.objects_of({Kind})
+        objects.referrers_of({Kind}, [Kind])
+    id(events)
+    is_listed.set()
+def hook(event, args):
+    if threading.current_thread() is thread:
+        events.append(event)
+        if event == "builtins.id" and "gc.get_objects" in events:
+            is_listed.set()
+            is_made.wait(1)
+def items():
+    yield from range(5)
+    thread.start()
+    is_listed.wait()
+    yield from range(50)
+thread = threading.Thread(target=look_at_all)
+sys.addaudithook(hook)
+try:
+    assert len(tuple(items())) == 55
+finally:
+    is_made.set()
+    thread.join()
+assert {"gc.get_objects", "gc.get_referrers", "builtins.id"} <= {*events}, events
+"""
+
+
+def test_a_tuple_that_another_thread_makes_beside_an_audit_hook() -> None:
+    """A hook in Python, as filelock has one, lets other threads run. It stays, so this is a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", _LOOK, str(objects.__file__)], capture_output=True, text=True, timeout=60
+    )
+    assert not done.returncode, done.stderr
 
 
 def test_no_garbage_collection_beside_another_thread() -> None:

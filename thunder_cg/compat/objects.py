@@ -4,7 +4,8 @@ Note [Tuples of other threads]
     All objects include tuples that another thread is just making, as `tuple` does of a generator. CPython (to 3.13)
     raises SystemError there if anybody else holds such a tuple when it is done, and so if that thread runs while a list
     of all objects is there. So the list is made, filtered and dropped in C, which other threads wait for: no bytecode
-    runs in between, and nothing is collected.
+    runs in between, and nothing is collected. `id` is not used there, since it calls audit hooks, such as filelock's,
+    and neither is the hash of a class, which may be a metaclass's function.
 
 Note [Counts of references]
     Whether a user holds a gradient is found by how many hold it more than did when it was made. Who looks at all
@@ -26,6 +27,7 @@ from itertools import chain, compress, starmap
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
+_identity = object.__hash__  # another one for each object that is there
 counting = threading.RLock()  # see Note [Counts of references]
 
 
@@ -80,7 +82,7 @@ def without_garbage_collection() -> Iterator[None]:
 def _those_of(kinds: Collection[type], get: Callable[..., list[Any]], args: Sequence[Any]) -> list[Any]:
     """Those of the types that ``get(*args)`` has. See Note [Tuples of other threads]."""
     with without_garbage_collection():
-        _, *found, _ = _steps({*map(id, kinds)}, get, args)
+        _, *found, _ = _steps({*map(_identity, kinds)}, get, args)
     return found
 
 
@@ -91,7 +93,7 @@ def _steps(kinds: set[int], get: Callable[..., list[Any]], args: Sequence[Any]) 
     """
     lists: list[list[Any]] = []
     objects, same = chain.from_iterable(lists), chain.from_iterable(lists)
-    selected = compress(chain(objects, (None,)), map(kinds.__contains__, map(id, map(type, same))))
+    selected = compress(chain(objects, (None,)), map(kinds.__contains__, map(_identity, map(type, same))))
     return chain(map(lists.append, starmap(get, (args,))), selected, map(list.clear, (lists,)))
 
 
