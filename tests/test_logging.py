@@ -77,7 +77,9 @@ def test_a_line_for_each_compile_capture_and_drop_and_no_warning(lines: Any) -> 
     other = torch.ones(16, 2).t()
     jmodel(other), jmodel(other)
     _, (level, capture), (_, drop) = lines()
-    assert drop == "Sequential, forward: graphs are dropped: max_recordings=1, and it has the fewest replays per byte"
+    assert (
+        drop == "Sequential, forward: graphs are dropped: max_recordings=1, and it saves the fewest launches per byte"
+    )
     assert level == "INFO" and capture.startswith("Sequential, forward, call 5: captured region 1 of 1, ")
 
 

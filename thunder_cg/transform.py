@@ -479,8 +479,8 @@ def cudagraph_transform(
             A region that communicates is not compared: an eager run beside a replay would communicate twice. A call
             is compared by itself: what it returned is not looked at again after later calls.
         debug: fill memory with NaN when nobody may read it any more.
-        max_recordings: recordings kept for one compiled function and arena; the one with the fewest replays per byte
-            goes first, and replays of long ago count less.
+        max_recordings: recordings kept for one compiled function and arena; the one that saves the fewest launches
+            per byte goes first, and replays of long ago count less.
         max_arenas: memory pools for each compiled function; a call that finds all of them held by calls in flight runs
             eagerly.
         capture_collectives: ``"auto"`` captures Thunder's collectives if all ranks of their groups agree, before each
@@ -488,8 +488,8 @@ def cudagraph_transform(
             same calls; ``"never"`` leaves them eager.
         memory_budget: how much memory the pools of all arenas may have together: bytes, or a share of the device as a
             float of at most 1.0. What a call needs is estimated before it warms up or captures. Past the budget, the
-            recordings with the fewest replays per byte go first; if that is not enough, the call runs eagerly, even
-            with ``strict=True``. Workspaces of cuBLAS, and what the driver takes for graphs, come on top:
+            recordings that save the fewest launches per byte go first; if that is not enough, the call runs eagerly,
+            even with ``strict=True``. Workspaces of cuBLAS, and what the driver takes for graphs, come on top:
             :func:`thunder_cg.explain` lists them. With a budget, gradients are copied out of the pools.
         select: ``"measured"`` leaves a region eager whose graph takes at least a tenth longer than its ops, even with
             ``strict=True``; :func:`thunder_cg.explain` has both times. For that, the first 10 calls of each function

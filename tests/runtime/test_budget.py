@@ -50,7 +50,7 @@ class Budgeted:
 
 
 def test_the_least_valuable_recording_goes_first():
-    """By replays per byte, of any function of the transform."""
+    """By what it saves per byte, of any function of the transform."""
     budgeted = Budgeted(3000)
     budgeted.call(50, 4)  # two replays in 1000 bytes
     budgeted.call(40, 12)  # ten in 800
@@ -63,6 +63,27 @@ def test_the_least_valuable_recording_goes_first():
     budgeted.call(50, 1)  # what was discarded is captured anew, without another warm-up
     assert 50 in budgeted.recorded()
     assert budgeted.reasons() == {}
+
+
+def test_a_recording_is_worth_the_launches_that_it_saves():
+    """Of two that need the same memory, the one with fewer operators, though it has been replayed more often, is worth
+    less."""
+
+    def many(x):
+        for _ in range(8):
+            x = x.sin() * 2
+        return x
+
+    x, recordings = torch.randn(50), []
+    for function, calls in ((lambda x: x.sin() * 2, 10), (many, 6)):
+        compiled = thunder.jit(function, transforms=[cudagraph_transform(backend="tape")])
+        for _ in range(calls):
+            compiled(x)
+        ((recording,),) = [program.pair.recordings for program in programs(compiled)]
+        recording.nbytes = 1000  # the tape keeps what a graph would write over
+        recordings.append(recording)
+    few, often = recordings
+    assert few.replays == often.replays + 4 == 8 and often.value == few.value * 4
 
 
 def test_what_was_used_long_ago_does_not_stay_for_ever():

@@ -36,7 +36,7 @@ from thunder_cg.compat.autograd import drop_failed_backwards
 from thunder_cg.compat.objects import alive
 from thunder_cg.compat.tensors import are_held_unseen, storage_id, storage_use_count
 from thunder_cg.errors import SkipReason
-from thunder_cg.runtime.backend import Backend, Loan, Pool
+from thunder_cg.runtime.backend import Backend, Graph, Loan, Pool
 from thunder_cg.runtime.lent import Lent
 
 _NOTHING: frozenset[Any] = frozenset()
@@ -384,8 +384,9 @@ class RecordingUse:
 
     @property
     def value(self) -> float:
-        """How much time it saves for its memory: replays per byte."""
-        return (self.replays - self.forgotten) / max(1, self.nbytes)
+        """How much time it saves for its memory: launches of the host, which graphs save, per byte."""
+        saved = sum(sum(graph.counts().values()) for graph in self.graphs())  # in a replay; 0 if that is not known
+        return (self.replays - self.forgotten) * max(1, saved) / max(1, self.nbytes)
 
     def age(self) -> None:
         """Has its replays up to now count by half, so that what was used long ago does not stay for ever."""
@@ -393,6 +394,10 @@ class RecordingUse:
 
     def arenas(self) -> Sequence[Arena]:
         """Those that its graphs use."""
+        raise NotImplementedError
+
+    def graphs(self) -> Iterable[Graph]:
+        """Those that a call replays."""
         raise NotImplementedError
 
 
@@ -427,8 +432,8 @@ class Arenas:
     Note [Memory budget]
         ``memory_budget=`` bounds the bytes of all pools. Before a call warms up or captures, an estimate of what it
         needs is compared with the budget, and afterwards the bytes of the pools are. Where memory is short, the
-        recording with the fewest replays per byte is discarded first. Recordings of one arena share its memory, which
-        is back when the last one is gone. If nothing can go, the call runs eagerly. So do, for a while, the calls of a
+        recording that saves the fewest launches per byte is discarded first. Recordings of one arena share its memory,
+        which is back when the last one is gone. If nothing can go, the call runs eagerly. So do, for a while, those of a
         program whose recordings have been discarded many times and replayed few times, since a capture costs more than
         an eager run. A graphed step does the same with its own budget, but its estimate is a lower bound; see Note
         [What a step needs] in step/memory.py.

@@ -77,7 +77,7 @@ class Pair:
         while len(rivals) >= self._options.max_recordings:
             least = min(reversed(rivals), key=lambda each: each.value)
             rivals.remove(least)
-            why = f"max_recordings={self._options.max_recordings}, and it has the fewest replays per byte"
+            why = f"max_recordings={self._options.max_recordings}, and it saves the fewest launches per byte"
             self._lose(least, "dropped", f"max_recordings={self._options.max_recordings}")
             self.discard(least, why)
             for each in rivals:

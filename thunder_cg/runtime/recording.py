@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -169,6 +169,12 @@ class Recording(RecordingUse):
         """Those that its graphs use."""
         scratch = (trace.scratch for trace in self.backwards if trace.scratch is not None)
         return [*dict.fromkeys((self.arena, *scratch))]
+
+    def graphs(self) -> Iterator[Graph]:
+        """Those that a call replays: of the forward, and of one backward."""
+        forward = [self.forward] if self.forward is not None else []
+        traces = [*forward, *self.backwards[:1]]
+        return (region.graph for trace in traces for region in trace.graphs if region is not None)
 
     def saved(self) -> list[torch.Tensor]:
         """What its forward leaves in the arena."""

@@ -130,6 +130,10 @@ class StepRecording(RecordingUse):
         """The one that all recordings of the step use."""
         return [self.arena]
 
+    def graphs(self) -> list[Graph]:
+        """The one that it is."""
+        return [self.graph]
+
     @property
     def buffer_nbytes(self) -> int:
         """Of the pool: copies of the batch."""
