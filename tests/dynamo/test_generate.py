@@ -53,6 +53,7 @@ def test_transformers(backend, device, name, sampled):
     assert not report.outside, report.outside
     decodes = [trace for trace in report.traces if trace.calls >= TOKENS - 1]
     assert len(decodes) >= 2 and all(trace.regions[0].replays >= trace.calls - 1 for trace in decodes)
+    assert all(trace.regions[0].bytes_in < 512 for trace in report.traces), "a cache of 7,680 bytes is not copied"
     assert all(len(trace.regions) == 1 and not trace.regions[0].failure for trace in report.traces), report
     assert all(eager_ops(trace) <= _NEW_CACHE for trace in report.traces), report
 

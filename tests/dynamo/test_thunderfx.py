@@ -456,6 +456,34 @@ def test_graph_breaks(pair, device):
     assert [len(program.regions) for program in programs(graphed)] == [1, 1, 1, 1]
 
 
+def test_functions_between_graph_breaks_share_an_arena(backend, device):
+    """In each of them, one backward waits for those of the later ones."""
+
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x):
+            x = torch.tanh(self.first(x)) * 2
+            torch._dynamo.graph_break()
+            x = torch.tanh(self.second(x)) * 2
+            torch._dynamo.graph_break()
+            return torch.tanh(self.third(x)) * 2
+
+    model = Broken().to(device)
+    twin = copy.deepcopy(model)
+    graphed = thunderfx(model, backend=backend)
+    for _ in range(6):
+        x = torch.randn(3, 4, device=device)
+        for each in (twin, graphed):
+            each(x).square().sum().backward()
+        for p, q in zip(model.parameters(), twin.parameters()):
+            torch.testing.assert_close(p.grad, q.grad)
+    assert len(programs(graphed)) == 6 and replays(graphed) >= 6 * 2
+    assert len({arena for program in programs(graphed) for arena in program.pair.arenas()}) == 1
+
+
 def test_a_view_of_an_argument_is_written_in_place_after_the_call(backend, device):
     """As DeBERTa's scores were. Autograd lets nobody write to a view that a function of its own has returned."""
 

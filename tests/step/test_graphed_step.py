@@ -19,9 +19,10 @@ from types import SimpleNamespace
 import pytest
 import thunder
 import torch
-from support import on_threads, regions, same, same_state, sgd, training_step, usual_step
+from support import on_threads, regions, replays, same, same_state, sgd, training_step, usual_step
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
 
 from thunder_cg import OptionError, explain, graphed_step, thunderfx
 from thunder_cg.compat.objects import without_garbage_collection
@@ -68,6 +69,10 @@ ON_HOST = {
     name: getattr(torch.optim, name)
     for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop")
 }
+OTHERS = {  # none of them may be `capturable`
+    "Adafactor": torch.optim.Adafactor,
+    "Muon": lambda p: torch.optim.Muon([each for each in p if each.dim() == 2]),
+}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -76,10 +81,45 @@ def test_optimizers(step_twins, name):
     assert step.captures == 1 and step.replays >= 26, why(step)
 
 
-@pytest.mark.parametrize("name", ON_HOST)
+@pytest.mark.parametrize("name", [*ON_HOST, *OTHERS])
 def test_optimizers_that_read_a_counter_on_the_host(step_twins, name):
-    step = step_twins.train(partial(usual_step, make=ON_HOST[name]), 30)
+    step = step_twins.train(partial(usual_step, make={**ON_HOST, **OTHERS}[name]), 30)
     assert step.replays >= 26 or "the optimizer reads its state on the host" in why(step), why(step)
+
+
+def test_forward_and_backward_of_a_step_without_a_graph_are_captured(step_twins):
+    models = []
+    make = partial(usual_step, make=torch.optim.NAdam)
+    step = step_twins.train(make, 12, between=lambda i, model, *rest: models.append(model))
+    assert step.replays == 0 and "the optimizer reads its state on the host" in why(step), why(step)
+    assert replays(models[-1]) >= 2 * 8
+
+
+def test_a_loader_whose_loss_is_read_now_and_then(step_twins):
+    """As most loops have it: pinned batches, copies that do not block, and a total that is read every four steps."""
+    on_gpu, device = step_twins.device == "cuda", step_twins.device
+    data = TensorDataset(torch.randn(40, 4), torch.randint(0, 3, (40,)))
+
+    def run(graphed):
+        model = step_twins.model()
+        step, read, total = graphed(usual_step(model)), [], torch.zeros((), device=device)
+        for epoch in range(3):
+            for i, batch in enumerate(DataLoader(data, batch_size=5, pin_memory=on_gpu)):
+                x, y = (each.to(device, non_blocking=True) for each in batch)
+                if on_gpu and epoch:  # PyTorch raises where it would wait for the GPU
+                    torch.cuda.set_sync_debug_mode("error")
+                try:
+                    total += step(x, y).detach()
+                finally:
+                    if on_gpu:
+                        torch.cuda.set_sync_debug_mode("default")
+                if i % 4 == 3:
+                    read.append(total.item())
+                    total.zero_()
+        return [read, [*map(torch.detach, model.parameters())]], step
+
+    step = step_twins.both(run)
+    assert step.captures == 1 and step.replays >= 20, why(step)
 
 
 @pytest.mark.gpu

@@ -65,18 +65,19 @@ def loop(model, parameters, device, autocast):
         optimizer.step()
         return loss
 
-    return step
+    return step, optimizer
 
 
 def train(case, device, steps, compiled, model, wrap):
     _, batch, dtype, autocast = CASES[case]
     torch.manual_seed(1)
-    step = wrap(loop(compiled, [*model.parameters()], device, autocast))
+    step, optimizer = loop(compiled, [*model.parameters()], device, autocast)
+    step = wrap(step)
     losses = []
     for _ in range(steps):
         x, y = batch(device)
         losses.append(step(x.to(dtype) if x.is_floating_point() else x, y).detach())
-    return step, torch.stack(losses)
+    return step, torch.stack(losses), optimizer.state_dict()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -87,8 +88,8 @@ def test_many_steps(deterministic, backend, device, case):
     twin = copy.deepcopy(model)
     steps = 200 if device == "cuda" else 30
     transform = cudagraph_transform(backend=backend)
-    _, expected = train(case, device, steps, thunder.jit(twin), twin, lambda step: step)
-    graphed, found = train(
+    _, *expected = train(case, device, steps, thunder.jit(twin), twin, lambda step: step)
+    graphed, *found = train(
         case,
         device,
         steps,

@@ -433,9 +433,9 @@ class Arenas:
         ``memory_budget=`` bounds the bytes of all pools. Before a call warms up or captures, an estimate of what it
         needs is compared with the budget, and afterwards the bytes of the pools are. Where memory is short, the
         recording that saves the fewest launches per byte is discarded first. Recordings of one arena share its memory,
-        which is back when the last one is gone. If nothing can go, the call runs eagerly. So do, for a while, those of a
-        program whose recordings have been discarded many times and replayed few times, since a capture costs more than
-        an eager run. A graphed step does the same with its own budget, but its estimate is a lower bound; see Note
+        which is back when the last one is gone. If nothing can go, the call runs eagerly. So do, for a while, calls of
+        a program whose recordings have been discarded many times and replayed few times, since a capture costs more
+        than an eager run. A graphed step does the same with its own budget, but its estimate is a lower bound; see Note
         [What a step needs] in step/memory.py.
     """
 
