@@ -7,6 +7,7 @@ import math
 import operator
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -96,16 +97,40 @@ def one_region_each_way(graphed: Any) -> bool:
     )
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"scale_factor": 2},
-        {"size": (5, 7), "mode": "bilinear"},
-        {"scale_factor": 1.5, "mode": "bilinear", "align_corners": False},
-        {"size": (5, 7), "mode": "bicubic", "align_corners": True},
-    ],
-    ids=str,
-)
+INTERPOLATIONS: list[dict[str, Any]] = [
+    {"scale_factor": 2},
+    {"size": (5, 7), "mode": "bilinear"},
+    {"scale_factor": 1.5, "mode": "bilinear", "align_corners": False},
+    {"size": (5, 7), "mode": "bicubic", "align_corners": True},
+]
+ALONE = {
+    **{str(options): partial(F.interpolate, **options) for options in INTERPOLATIONS},
+    "bernoulli_": lambda x: x * x.new_empty((x.shape[0], 1, 1, 1)).bernoulli_(0.5).div_(0.5),
+    "embedding": lambda x: F.embedding(torch.tensor([1, 2, 2, 5], device=x.device), x.reshape(-1, 8)),
+    "embedding, padding_idx": lambda x: F.embedding(
+        torch.tensor([1, 2, 5], device=x.device), x.reshape(-1, 8), padding_idx=2
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.nightly_after(2)
+def test_the_gradient_of_one_operator_has_pytorchs_bits(backend, device, deterministic, name):
+    fn = ALONE[name]
+    graphed = thunderfx(lambda x: fn(x), backend=backend)
+    for seed in range(4):
+        found, x = [], torch.randn(2, 3, 8, 8, device=device)
+        for each in (graphed, fn):
+            leaf = x.clone().requires_grad_()
+            torch.manual_seed(seed)
+            y = each(leaf)
+            y.backward(torch.ones_like(y).cumsum(0).sin())
+            found.append((y.detach(), leaf.grad))
+        same(*found)
+    assert not explain(graphed).outside
+
+
+@pytest.mark.parametrize("options", INTERPOLATIONS, ids=str)
 @pytest.mark.nightly_after(3)
 def test_interpolate(backend, device, deterministic, options):
     model = Around(lambda x: F.interpolate(x, **options)).to(device)
