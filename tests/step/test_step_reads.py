@@ -2179,3 +2179,58 @@ def test_attributes_in_c_that_are_not_compared(step_twins, name):
         step(torch.ones(2, device=step_twins.device))
     assert step.captures == 0
     assert f"what {name} gives is not compared before a replay, at test_step_reads.py:" in str([*step.in_python])
+
+
+class ScaleOfItem(dict):
+    def scale(self):
+        return super().__getitem__("scale")
+
+
+class ScaleOfAll(OrderedDict):
+    def scale(self):
+        values = super().values
+        return max(values())
+
+
+class ScaleOfFirst(list):
+    def scale(self):
+        return super().__getitem__(0)
+
+
+class ScaleOfSize(set):
+    def scale(self):
+        return float(super().__len__())
+
+
+class ScaleOfAttribute(SimpleNamespace):
+    def scale(self):
+        return super().__getattribute__("value")
+
+
+class ScaleOfArray(np.ndarray):
+    def scale(self):
+        return float(super().__getitem__(0))
+
+
+@pytest.mark.parametrize(
+    ("holder", "change"),
+    [
+        (ScaleOfItem(scale=1.0), lambda holder: holder.update(scale=3.0)),
+        (ScaleOfAll(scale=1.0), lambda holder: holder.update(scale=3.0)),
+        (ScaleOfFirst([1.0]), lambda holder: holder.insert(0, 3.0)),
+        (ScaleOfSize([1]), lambda holder: holder.update([2, 3])),
+        (ScaleOfAttribute(value=1.0), lambda holder: setattr(holder, "value", 3.0)),
+        (np.ones(1).view(ScaleOfArray), lambda holder: holder.fill(3.0)),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+@pytest.mark.nightly_after(2)
+def test_what_a_method_reads_by_super(step_twins, holder, change):
+    """Which names no object."""
+    holder = copy.deepcopy(holder)
+    step = step_twins.graphed(lambda x: x * holder.scale())
+    for i in range(8):
+        if i == 4:
+            change(holder)
+        assert step(torch.ones(1, device=step_twins.device)).item() == (1 if i < 4 else 3)
+    assert step.captures == 2, step.in_python

@@ -87,6 +87,8 @@ def _own_chains(code: types.CodeType) -> Iterator[tuple[Chain, int]]:
             yield chain, line  # a name for a whole module reads nothing of it
         if name == "STORE_FAST":
             aliases[value] = None if value in aliases else chain
+        if value == "super" and "__class__" in code.co_freevars and code.co_argcount:  # it finds the first argument
+            yield Chain("local", code.co_varnames[0]), now
         line = now
         if name == "IMPORT_NAME":
             level, names = (each.value for each in each_of[i - 2 : i])

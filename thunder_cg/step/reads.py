@@ -341,7 +341,7 @@ class _NamedVariable:
         start, names = self.path
         label, value = f"{'.'.join((self.label, *before))}[{item.key!r}]", self.look_up((*before, item))
         if rest == (ADDED_TO,) and type(value) in (int, torch.Tensor):
-            path = start, (*names, *before, item.key)
+            path = start, (*names, *before, Item(item.key))
             get, is_number = partial(self.look_up, (*before, item)), type(value) is int
             return (id(start), *path[1]), Read(label, get, path=path, line=self.line, only_grows=is_number)
         if rest != (ADDED_TO,) and type(value) in GROWING:

@@ -470,7 +470,8 @@ def _grows(read: Read, value: Any) -> bool:
     if type(value) is not int or not read.only_grows or not (places := place_of_read(read)):
         return read.only_grows and type(value) in GROWING
     owner, name = places[0].owner, places[0].name
-    return isinstance(owner, (CellType, dict)) or only_sets(owner, name)
+    is_bare = isinstance(owner, (CellType, dict)) and owner is places[0].holder
+    return is_bare or only_sets(owner, name)
 
 
 def _is_alike(tensor: Tensor, then: Any, now: Any) -> bool:
