@@ -2207,6 +2207,11 @@ class ScaleOfAttribute(SimpleNamespace):
         return super().__getattribute__("value")
 
 
+class ScaleOfArguments(list):
+    def scale(*args):
+        return max(args[0])
+
+
 class ScaleOfArray(np.ndarray):
     def scale(self):
         return float(super().__getitem__(0))
@@ -2217,6 +2222,7 @@ class ScaleOfArray(np.ndarray):
     [
         (ScaleOfItem(scale=1.0), lambda holder: holder.update(scale=3.0)),
         (ScaleOfAll(scale=1.0), lambda holder: holder.update(scale=3.0)),
+        (ScaleOfArguments([1.0]), lambda holder: holder.insert(0, 3.0)),
         (ScaleOfFirst([1.0]), lambda holder: holder.insert(0, 3.0)),
         (ScaleOfSize([1]), lambda holder: holder.update([2, 3])),
         (ScaleOfAttribute(value=1.0), lambda holder: setattr(holder, "value", 3.0)),
@@ -2225,8 +2231,8 @@ class ScaleOfArray(np.ndarray):
     ids=lambda each: type(each).__name__,
 )
 @pytest.mark.nightly_after(2)
-def test_what_a_method_reads_by_super(step_twins, holder, change):
-    """Which names no object."""
+def test_what_a_method_reads_by_no_name(step_twins, holder, change):
+    """By ``super()``, or by ``*args``."""
     holder = copy.deepcopy(holder)
     step = step_twins.graphed(lambda x: x * holder.scale())
     for i in range(8):

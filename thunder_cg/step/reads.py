@@ -258,13 +258,15 @@ def reads_in(function: types.FunctionType, owner: Any, is_rooted: bool = False) 
     """What one function reads, and where each is. Of an owner that is looked at in any case, only what is not."""
     code, variables = function.__code__, function.__globals__
     cells = dict(zip(code.co_freevars, function.__closure__ or ()))
-    bound = {code.co_varnames[0]: owner} if owner is not None and code.co_argcount else {}
+    first = code.co_varnames[0 if code.co_argcount else code.co_kwonlyargcount :][:1]  # of ``*args``, all that is there
+    takes_owner = owner is not None and (code.co_argcount or code.co_flags & inspect.CO_VARARGS)
+    bound = dict.fromkeys(first if takes_owner else (), owner)
     of_package = is_installed(code.co_filename)
     for chain, line in chains(code).items():
         name, attributes = chain.name, chain.attributes
         at = "" if of_package else f"{os.path.basename(code.co_filename)}:{line}"
         label = name
-        if of_package and name in bound:
+        if name in bound and (of_package or not code.co_argcount):
             label = (owner if isinstance(owner, type) else type(owner)).__name__
         elif of_package:
             label = f"{variables.get('__name__') if chain.scope == 'global' else function.__name__}.{name}"
