@@ -282,7 +282,7 @@ def reads_in(function: types.FunctionType, owner: Any, is_rooted: bool = False) 
         else:
             continue
         place, read = _NamedVariable(label, at, path, look_up).read(attributes)
-        is_seen = is_rooted and of_owner and attributes and has_own(owner, attributes[0])
+        is_seen = is_rooted and of_owner and (not attributes or has_own(owner, attributes[0]))
         if not is_seen or read.only_grows or _grows_a_list(read.get()):
             yield place, read
     for what in () if of_package else ("__code__", "__defaults__", "__kwdefaults__"):
