@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 from thunder_cg.compat.guards import names_of
 from thunder_cg.compat.torch import IS_PROFILING
 from thunder_cg.compat.torch_compile import function_before_dynamo, is_compiled_by_dynamo
-from thunder_cg.step.bytecode import ADDED_TO, GROWS, Item, chains
+from thunder_cg.step.bytecode import ADDED_TO, GROWS, PARAMETERS, Item, chains
 from thunder_cg.step.facts import numbered
 from thunder_cg.step.lookups import (
     DICTIONARIES,
@@ -318,6 +318,8 @@ class _NamedVariable:
             owner = self.look_up(before)
             if name == ADDED_TO:
                 return self._read(before, only_grows=type(owner) is int)
+            if name == PARAMETERS:  # of an optimizer, they are compared with all else of it
+                return self._read(before) if isinstance(owner, Optimizer) else self.read((*before, "param_groups"))
             if isinstance(name, Item) and name.method and type(owner) not in DICTIONARIES:
                 return self.read((*before, name.method))
             if isinstance(name, Item):
