@@ -2240,3 +2240,51 @@ def test_what_a_method_reads_by_no_name(step_twins, holder, change):
             change(holder)
         assert step(torch.ones(1, device=step_twins.device)).item() == (1 if i < 4 else 3)
     assert step.captures == 2, step.in_python
+
+
+class Bound:
+    """A decorator of methods that only an object can look up: from the class it raises."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __get__(self, owner, kind=None):
+        return types.MethodType(self, owner)
+
+    def __call__(self, *args):
+        return self.function(*args)
+
+
+class Bounded:
+    scale = 1.0
+
+    @Bound
+    def __call__(self, x):
+        return x * self.scale
+
+    @Bound
+    def scaled(self, x):
+        return x * self.scale
+
+
+class BoundedModule(nn.Module):
+    scale = 1.0
+
+    @Bound
+    def forward(self, x):
+        return x * self.scale
+
+
+def passed_on(owner):
+    return owner.scale
+
+
+@pytest.mark.parametrize("name", ["a method", "a call", "a module"])
+def test_a_method_that_only_an_object_can_look_up(step_twins, name):
+    owner = BoundedModule() if name == "a module" else Bounded()
+    scale = (lambda x: owner.scaled(x)) if name == "a method" else (lambda x: owner(x))
+    step = step_twins.graphed(lambda x: scale(x) + passed_on(owner))
+    for i in range(12):
+        owner.scale = 1.0 + i // 6
+        assert step(torch.ones(1, device=step_twins.device)).item() == 2.0 * (1 + i // 6)
+    assert step.captures == 2 and step.replays >= 4, step.in_python

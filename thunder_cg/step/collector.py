@@ -463,12 +463,14 @@ class Collector:
         if kind in self._forwards:
             return
         self._forwards.add(kind)
-        self.facts[f"{kind.__name__}.forward (the {len(self._forwards)}. class)"] = Same(getattr(kind, "forward", None))
+        forward = None
         for each in kind.__mro__:
             names = dictionary_of(each)
             self.watch.names(names)
             if "forward" in names:
+                forward = names["forward"]  # to look it up may run Python
                 break
+        self.facts[f"{kind.__name__}.forward (the {len(self._forwards)}. class)"] = Same(forward)
 
     def _add_attributes(self, where: str, own: Any, attributes: Mapping[str, Any], besides: Sequence[Any]) -> None:
         for name, attribute in attributes.items():

@@ -30,7 +30,7 @@ from thunder_cg.compat.guards import dictionary_of, module_dictionaries, names_o
 from thunder_cg.compat.tensors import has_storage, tree_flatten, tree_unflatten
 from thunder_cg.runtime.tensors import layout
 from thunder_cg.step.bytecode import Item
-from thunder_cg.step.lookups import MISSING, Path, content_of_cell, own, value_of
+from thunder_cg.step.lookups import MISSING, Path, content_of_cell, of_class, own, value_of
 from thunder_cg.step.packages import may_change
 from thunder_cg.step.reads import Read
 from thunder_cg.step.structure import Structure
@@ -115,7 +115,7 @@ def plain_copy(value: Any) -> Any:
 
 
 def _is_slot(holder: Any, name: str) -> bool:
-    is_member = isinstance(getattr(type(holder), name, None), types.MemberDescriptorType)
+    is_member = isinstance(of_class(holder, name), types.MemberDescriptorType)
     return is_member and may_change(type(holder))  # others may be read-only
 
 

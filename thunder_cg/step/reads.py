@@ -244,7 +244,7 @@ def _function_of(value: Any) -> tuple[types.FunctionType | None, Any]:
         return (function, value.__self__) if isinstance(function, types.FunctionType) else (None, None)
     if isinstance(value := unwrapped(value), types.FunctionType):
         return value, None
-    call = getattr(type(value), "forward" if isinstance(value, torch.nn.Module) else "__call__", None)
+    call = of_class(value, "forward" if isinstance(value, torch.nn.Module) else "__call__")
     return (call, value) if isinstance(call, types.FunctionType) else (None, None)
 
 
