@@ -48,6 +48,7 @@ from importlib import import_module
 from operator import attrgetter, itemgetter
 from types import CellType, FunctionType, MappingProxyType, SimpleNamespace
 from typing import ClassVar
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -2288,3 +2289,49 @@ def test_a_method_that_only_an_object_can_look_up(step_twins, name):
         owner.scale = 1.0 + i // 6
         assert step(torch.ones(1, device=step_twins.device)).item() == 2.0 * (1 + i // 6)
     assert step.captures == 2 and step.replays >= 4, step.in_python
+
+
+class Sulking(dict):
+    """Raises when somebody looks at what it holds, once it is told to."""
+
+    is_open = True
+
+    def __len__(self):
+        if not self.is_open:
+            raise RuntimeError("it is closed")
+        return super().__len__()
+
+    def open_or_close(self, is_open):
+        type(self).is_open = is_open
+        return 1.0
+
+
+@pytest.mark.parametrize("closes", ["before", "between", "in the step"])
+def test_an_object_that_raises_when_it_is_looked_at(step_twins, closes, monkeypatch):
+    """The call runs in Python, once."""
+    monkeypatch.setattr(Sulking, "is_open", closes != "before")
+    held, calls = Sulking(scale=2.0), []
+
+    def step(x, is_open=True):
+        calls.append(x)
+        if closes == "in the step":
+            held.open_or_close(is_open)
+        return x * dict.__getitem__(held, "scale")
+
+    graphed, x = step_twins.graphed(step), torch.ones(1, device=step_twins.device)
+    for i in range(8):
+        if closes == "between" and i == 5:
+            Sulking.is_open = False
+        assert graphed(x, *([i < 5] if closes == "in the step" else [])).item() == 2.0
+    if closes == "before":
+        assert len(calls) == 8 and not graphed.replays
+    said = "cannot be compared before a replay, since it raises RuntimeError: it is closed; read what the step needs"
+    assert said in str([*graphed.in_python]), graphed.in_python
+
+
+def test_an_object_that_passes_for_a_module(step_twins):
+    layer = Mock(spec=nn.Linear(1, 1), scale=2.0)
+    step, x = step_twins.graphed(lambda x: x * layer.scale + passed_on(layer)), torch.ones(1, device=step_twins.device)
+    for _ in range(4):
+        assert step(x).item() == 4.0
+    assert "cannot be compared before a replay" in str([*step.in_python]), step.in_python
