@@ -2335,3 +2335,43 @@ def test_an_object_that_passes_for_a_module(step_twins):
     for _ in range(4):
         assert step(x).item() == 4.0
     assert "cannot be compared before a replay" in str([*step.in_python]), step.in_python
+
+
+class Loud(Labels):
+    """The same with another attribute of its class."""
+
+    main_grad = 3.0
+
+
+@pytest.mark.parametrize("name", ["__dict__", "__class__"])
+def test_a_dictionary_that_gets_other_attributes(step_twins, name):
+    labels, x = Labels(), torch.ones(1, device=step_twins.device)
+    owner = SimpleNamespace(labels=labels)
+    step = step_twins.graphed(lambda x: x * getattr(owner.labels, "main_grad", 2.0))
+    for i in range(8):
+        if i == 4:
+            setattr(labels, name, {"main_grad": 3.0} if name == "__dict__" else Loud)
+        assert step(x).item() == (2.0 if i < 4 else 3.0)
+    assert step.captures == 2, step.in_python
+
+
+def test_a_dictionary_whose_items_are_its_attributes(step_twins):
+    """It is compared once, so that a tensor in it may be carried."""
+
+    def run(graphed):
+        kept = Labels(total=torch.zeros((), device=step_twins.device), scale=1.0)
+        kept.__dict__ = kept
+
+        def add(kept, x):
+            kept.total = kept["total"] * kept.scale + x.sum()
+
+        step, found = graphed(lambda x: add(kept, x)), []
+        for i in range(12):
+            if i == 8:
+                kept["scale"] = 0.5
+            step(step_twins.batch()[0])
+            found.append(kept.total.clone())
+        return found, step
+
+    step = step_twins.both(run)
+    assert step.captures == 2 and step.replays >= 7, step.in_python

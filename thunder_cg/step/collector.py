@@ -260,12 +260,17 @@ class Collector:
     def _add_own_attributes(self, label: str, value: Any, depth: int) -> None:
         """Those that somebody has given to a tensor, a function, or a container of a class of its own."""
         attributes = own(value, "__dict__")  # if it is empty, somebody may give it the first one
-        if attributes is not MISSING and id(value) not in self._objects:
-            self._objects.add(id(value))
-            self.holders.append(attributes)
-            self.watch.given_attributes(attributes)
-            for name, attribute in attributes.items():
-                self.add(f"{label}.{name}", attribute, depth + 1)
+        if attributes is MISSING or id(value) in self._objects:
+            return
+        self._objects.add(id(value))
+        if isinstance(value, CONTAINERS):
+            self.watch.fields(_class_and_attributes, value)  # somebody may give it others
+        if attributes is value:  # a dictionary, whose items are its attributes
+            return
+        self.holders.append(attributes)
+        self.watch.given_attributes(attributes)
+        for name, attribute in attributes.items():
+            self.add(f"{label}.{name}", attribute, depth + 1)
 
     def _add_value(self, label: str, value: Any, *_: Any) -> None:
         """See Note [Values that nobody reports] in watch.py."""
@@ -718,6 +723,10 @@ def _may_change(value: Any) -> bool:
     """Whether the attributes of a value are looked at, as those of a GradScaler and a `nullcontext` are, too."""
     is_of_library = _package_of(type(value)) in ("torch", "contextlib") and own(value, "__dict__") is not MISSING
     return isinstance(value, _NAMESPACES) or may_change(type(value)) or is_of_library
+
+
+def _class_and_attributes(value: Any) -> tuple[Any, Any]:
+    return type(value), own(value, "__dict__")
 
 
 def _items_of(value: Any) -> list[Any]:
