@@ -2150,10 +2150,18 @@ class Labels(dict):
 
 @pytest.mark.parametrize(
     "make",
-    [lambda device: torch.ones(2, device=device), lambda _: lambda: None, lambda _: Labels(), lambda _: CellType(1.0)],
-    ids=["tensor", "function", "dictionary", "cell"],
+    [
+        lambda device: torch.ones(2, device=device),
+        lambda _: partial(len),
+        lambda _: np.ones(1).view(ScaleOfArray),
+        lambda _: lambda: None,
+        lambda _: Labels(),
+        lambda _: CellType(1.0),
+        lambda _: lru_cache(len),
+    ],
+    ids=["tensor", "partial", "array", "function", "dictionary", "cell", "cached"],
 )
-@pytest.mark.nightly_after(2)
+@pytest.mark.nightly_after(3)
 def test_what_a_value_is_given_later(step_twins, make):
     """As ``weight.main_grad``, which the step looks for by a name that no bytecode has next to the weight."""
 
@@ -2343,14 +2351,30 @@ class Loud(Labels):
     main_grad = 3.0
 
 
-@pytest.mark.parametrize("name", ["__dict__", "__class__"])
-def test_a_dictionary_that_gets_other_attributes(step_twins, name):
-    labels, x = Labels(), torch.ones(1, device=step_twins.device)
-    owner = SimpleNamespace(labels=labels)
-    step = step_twins.graphed(lambda x: x * getattr(owner.labels, "main_grad", 2.0))
+class Quiet(float):
+    main_grad = 2.0
+
+
+class Louder(float):
+    main_grad = 3.0
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "gets"),
+    [
+        (Labels, "__dict__", {"main_grad": 3.0}),
+        (Labels, "__class__", Loud),
+        (Quiet, "__dict__", {"main_grad": 3.0}),
+        (Quiet, "__class__", Louder),
+    ],
+)
+def test_a_value_that_gets_other_attributes_or_another_class(step_twins, make, name, gets):
+    value, x = make(), torch.ones(1, device=step_twins.device)
+    owner = SimpleNamespace(value=value)
+    step = step_twins.graphed(lambda x: x * getattr(owner.value, "main_grad", 2.0))
     for i in range(8):
         if i == 4:
-            setattr(labels, name, {"main_grad": 3.0} if name == "__dict__" else Loud)
+            setattr(value, name, gets)
         assert step(x).item() == (2.0 if i < 4 else 3.0)
     assert step.captures == 2, step.in_python
 
