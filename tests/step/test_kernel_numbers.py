@@ -14,6 +14,7 @@ import pytest
 import torch
 from support import usual_step
 from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, OneCycleLR, ReduceLROnPlateau
 
@@ -421,6 +422,96 @@ def test_what_reads_a_number_gets_it(step_twins, reader, changes):
     between = sets(lr=lambda i: 0.1 / (1 + i // 4)) if changes else None
     step = step_twins.train(make, 16, between)
     assert step.captures >= (2 if changes else 1) and step.replays >= 3, why(step)
+
+
+def clips_each_group(optimizer):
+    def clip():
+        for group in optimizer.param_groups:
+            clip_grad_norm_(group["params"], 0.1)
+
+    return clip
+
+
+def clips_all_groups(optimizer):
+    return lambda: clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.1)
+
+
+def clips_the_first_group(optimizer):
+    box = SimpleNamespace(optimizer=optimizer)
+    return lambda: clip_grad_norm_(box.optimizer.param_groups[0]["params"], 0.1)
+
+
+def clips_what_a_helper_finds(optimizer):
+    def parameters_of(found):
+        return [p for group in found.param_groups for p in group["params"] if p.grad is not None]
+
+    return lambda: clip_grad_norm_(parameters_of(optimizer), 0.1)
+
+
+def clips_and_reads_in_one_loop(optimizer):
+    def clip():
+        for group in optimizer.param_groups:
+            clip_grad_norm_(group["params"], group["lr"])
+
+    return clip
+
+
+def clips_and_reads_elsewhere(optimizer):
+    def clip():
+        for group in optimizer.param_groups:
+            clip_grad_norm_(group["params"], 0.1)
+        for found in reversed(optimizer.param_groups):
+            clip_grad_norm_(group["params"], found["lr"])
+
+    return clip
+
+
+def clips_and_reads_the_variable(optimizer):
+    def clip():
+        for group in optimizer.param_groups:
+            clip_grad_norm_(group["params"], locals()["group"]["lr"])
+
+    return clip
+
+
+def clips_and_reads_in_a_comprehension(optimizer):
+    return lambda: [clip_grad_norm_(g["params"], rate) for g in optimizer.param_groups for rate in [g["lr"]]]
+
+
+CLIPS = {
+    clips_each_group: 1,
+    clips_all_groups: 1,
+    clips_the_first_group: 1,
+    clips_what_a_helper_finds: 1,
+    clips_and_reads_in_one_loop: 4,
+    clips_and_reads_elsewhere: 4,
+    clips_and_reads_the_variable: 4,
+    clips_and_reads_in_a_comprehension: 4,
+}
+
+
+@pytest.mark.nightly_after(6)
+@pytest.mark.parametrize("clips", CLIPS)
+def test_what_takes_only_the_parameters_of_groups(step_twins, clips):
+    """The numbers are set by replays all the same, unless the code has a number as well."""
+
+    def make(model):
+        optimizer = fused(AdamW, step_twins.device, lr=0.1)(model.parameters())
+        clip = clips(optimizer)
+
+        def step(x, y):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            clip()
+            optimizer.step()
+            return loss
+
+        step.optimizer = optimizer
+        return step
+
+    step = step_twins.train(make, 16, sets(lr=lambda i: 0.1 / (1 + i // 4)))
+    assert step.captures == CLIPS[clips] and step.replays >= 6, why(step)
 
 
 def test_a_step_that_logs_a_number_logs_the_true_one(step_twins, capsys):

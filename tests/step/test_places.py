@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+import sys
+from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -1301,3 +1302,65 @@ def test_identities_of_others_than_the_total(step_twins):
 
     step = step_twins.both(run)
     assert step.replays >= 12, step.in_python
+
+
+TOTAL, THIS = None, sys.modules[__name__]
+
+
+def add_to_total(value, by):
+    global TOTAL
+    if by == "global":
+        TOTAL += value
+    elif by == "both":
+        THIS.TOTAL = TOTAL + value
+    else:
+        THIS.TOTAL += value
+
+
+@pytest.mark.parametrize("by", ["global", "both", "module"])
+def test_a_total_that_is_a_global_and_an_attribute_of_its_module(step_twins, by):
+    """Two places are one then."""
+
+    def run(graphed):
+        def step(x):
+            before = TOTAL * 2 + THIS.TOTAL
+            add_to_total(x.sum(), by)
+            return before, TOTAL
+
+        step, found = graphed(step), []
+        for i in range(16):
+            if i % 4 == 0:
+                THIS.TOTAL = torch.zeros(3, device=step_twins.device)
+            found += [each.clone() for each in (*step(step_twins.batch()[0]), TOTAL)]
+        return found, step
+
+    step = step_twins.both(run)
+    assert step.replays >= 10, step.in_python
+
+
+@pytest.mark.parametrize("adds", ["attribute", "item"])
+def test_a_total_in_an_attribute_and_in_an_item_of_one_name(step_twins, adds):
+    def run(graphed):
+        totals, zeros = OrderedDict(), partial(torch.zeros, 3, device=step_twins.device)
+        totals["sum"] = totals.sum = zeros()
+
+        def step(x):
+            if adds == "attribute":
+                totals.sum += x.sum()
+            else:
+                totals["sum"] += x.sum()
+            result = totals.sum * 2
+            totals.sum += 1
+            return result
+
+        step, found = graphed(step), []
+        for i in range(24):
+            if i % 6 == 3:
+                totals["sum"] = totals.sum = zeros()
+            elif i % 6 == 0:
+                totals.sum = zeros()
+            found += [each.clone() for each in (step(step_twins.batch()[0]), totals["sum"], totals.sum)]
+        return found, step
+
+    step = step_twins.both(run)
+    assert step.replays >= 8, step.in_python

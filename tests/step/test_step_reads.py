@@ -48,6 +48,7 @@ from importlib import import_module
 from operator import attrgetter, itemgetter
 from types import CellType, FunctionType, MappingProxyType, SimpleNamespace
 from typing import ClassVar
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -2149,10 +2150,18 @@ class Labels(dict):
 
 @pytest.mark.parametrize(
     "make",
-    [lambda device: torch.ones(2, device=device), lambda _: lambda: None, lambda _: Labels(), lambda _: CellType(1.0)],
-    ids=["tensor", "function", "dictionary", "cell"],
+    [
+        lambda device: torch.ones(2, device=device),
+        lambda _: partial(len),
+        lambda _: np.ones(1).view(ScaleOfArray),
+        lambda _: lambda: None,
+        lambda _: Labels(),
+        lambda _: CellType(1.0),
+        lambda _: lru_cache(len),
+    ],
+    ids=["tensor", "partial", "array", "function", "dictionary", "cell", "cached"],
 )
-@pytest.mark.nightly_after(2)
+@pytest.mark.nightly_after(3)
 def test_what_a_value_is_given_later(step_twins, make):
     """As ``weight.main_grad``, which the step looks for by a name that no bytecode has next to the weight."""
 
@@ -2179,3 +2188,214 @@ def test_attributes_in_c_that_are_not_compared(step_twins, name):
         step(torch.ones(2, device=step_twins.device))
     assert step.captures == 0
     assert f"what {name} gives is not compared before a replay, at test_step_reads.py:" in str([*step.in_python])
+
+
+class ScaleOfItem(dict):
+    def scale(self):
+        return super().__getitem__("scale")
+
+
+class ScaleOfAll(OrderedDict):
+    def scale(self):
+        values = super().values
+        return max(values())
+
+
+class ScaleOfFirst(list):
+    def scale(self):
+        return super().__getitem__(0)
+
+
+class ScaleOfSize(set):
+    def scale(self):
+        return float(super().__len__())
+
+
+class ScaleOfAttribute(SimpleNamespace):
+    def scale(self):
+        return super().__getattribute__("value")
+
+
+class ScaleOfArguments(list):
+    def scale(*args):
+        return max(args[0])
+
+
+class ScaleOfArray(np.ndarray):
+    def scale(self):
+        return float(super().__getitem__(0))
+
+
+@pytest.mark.parametrize(
+    ("holder", "change"),
+    [
+        (ScaleOfItem(scale=1.0), lambda holder: holder.update(scale=3.0)),
+        (ScaleOfAll(scale=1.0), lambda holder: holder.update(scale=3.0)),
+        (ScaleOfArguments([1.0]), lambda holder: holder.insert(0, 3.0)),
+        (ScaleOfFirst([1.0]), lambda holder: holder.insert(0, 3.0)),
+        (ScaleOfSize([1]), lambda holder: holder.update([2, 3])),
+        (ScaleOfAttribute(value=1.0), lambda holder: setattr(holder, "value", 3.0)),
+        (np.ones(1).view(ScaleOfArray), lambda holder: holder.fill(3.0)),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+@pytest.mark.nightly_after(2)
+def test_what_a_method_reads_by_no_name(step_twins, holder, change):
+    """By ``super()``, or by ``*args``."""
+    holder = copy.deepcopy(holder)
+    step = step_twins.graphed(lambda x: x * holder.scale())
+    for i in range(8):
+        if i == 4:
+            change(holder)
+        assert step(torch.ones(1, device=step_twins.device)).item() == (1 if i < 4 else 3)
+    assert step.captures == 2, step.in_python
+
+
+class Bound:
+    """A decorator of methods that only an object can look up: from the class it raises."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __get__(self, owner, kind=None):
+        return types.MethodType(self, owner)
+
+    def __call__(self, *args):
+        return self.function(*args)
+
+
+class Bounded:
+    scale = 1.0
+
+    @Bound
+    def __call__(self, x):
+        return x * self.scale
+
+    @Bound
+    def scaled(self, x):
+        return x * self.scale
+
+
+class BoundedModule(nn.Module):
+    scale = 1.0
+
+    @Bound
+    def forward(self, x):
+        return x * self.scale
+
+
+def passed_on(owner):
+    return owner.scale
+
+
+@pytest.mark.parametrize("name", ["a method", "a call", "a module"])
+def test_a_method_that_only_an_object_can_look_up(step_twins, name):
+    owner = BoundedModule() if name == "a module" else Bounded()
+    scale = (lambda x: owner.scaled(x)) if name == "a method" else (lambda x: owner(x))
+    step = step_twins.graphed(lambda x: scale(x) + passed_on(owner))
+    for i in range(12):
+        owner.scale = 1.0 + i // 6
+        assert step(torch.ones(1, device=step_twins.device)).item() == 2.0 * (1 + i // 6)
+    assert step.captures == 2 and step.replays >= 4, step.in_python
+
+
+class Sulking(dict):
+    """Raises when somebody looks at what it holds, once it is told to."""
+
+    is_open = True
+
+    def __len__(self):
+        if not self.is_open:
+            raise RuntimeError("it is closed")
+        return super().__len__()
+
+    def open_or_close(self, is_open):
+        type(self).is_open = is_open
+        return 1.0
+
+
+@pytest.mark.parametrize("closes", ["before", "between", "in the step"])
+def test_an_object_that_raises_when_it_is_looked_at(step_twins, closes, monkeypatch):
+    """The call runs in Python, once."""
+    monkeypatch.setattr(Sulking, "is_open", closes != "before")
+    held, calls = Sulking(scale=2.0), []
+
+    def step(x, is_open=True):
+        calls.append(x)
+        if closes == "in the step":
+            held.open_or_close(is_open)
+        return x * dict.__getitem__(held, "scale")
+
+    graphed, x = step_twins.graphed(step), torch.ones(1, device=step_twins.device)
+    for i in range(8):
+        if closes == "between" and i == 5:
+            Sulking.is_open = False
+        assert graphed(x, *([i < 5] if closes == "in the step" else [])).item() == 2.0
+    if closes == "before":
+        assert len(calls) == 8 and not graphed.replays
+    said = "cannot be compared before a replay, since it raises RuntimeError: it is closed; read what the step needs"
+    assert said in str([*graphed.in_python]), graphed.in_python
+
+
+def test_an_object_that_passes_for_a_module(step_twins):
+    layer = Mock(spec=nn.Linear(1, 1), scale=2.0)
+    step, x = step_twins.graphed(lambda x: x * layer.scale + passed_on(layer)), torch.ones(1, device=step_twins.device)
+    for _ in range(4):
+        assert step(x).item() == 4.0
+    assert "cannot be compared before a replay" in str([*step.in_python]), step.in_python
+
+
+class Loud(Labels):
+    """The same with another attribute of its class."""
+
+    main_grad = 3.0
+
+
+class Quiet(float):
+    main_grad = 2.0
+
+
+class Louder(float):
+    main_grad = 3.0
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "gets"),
+    [
+        (Labels, "__dict__", {"main_grad": 3.0}),
+        (Labels, "__class__", Loud),
+        (Quiet, "__dict__", {"main_grad": 3.0}),
+        (Quiet, "__class__", Louder),
+    ],
+)
+def test_a_value_that_gets_other_attributes_or_another_class(step_twins, make, name, gets):
+    value, x = make(), torch.ones(1, device=step_twins.device)
+    owner = SimpleNamespace(value=value)
+    step = step_twins.graphed(lambda x: x * getattr(owner.value, "main_grad", 2.0))
+    for i in range(8):
+        if i == 4:
+            setattr(value, name, gets)
+        assert step(x).item() == (2.0 if i < 4 else 3.0)
+    assert step.captures == 2, step.in_python
+
+
+def test_a_dictionary_whose_items_are_its_attributes(step_twins):
+    """It is compared once, so that a tensor in it may be carried."""
+
+    def run(graphed):
+        kept = Labels(total=torch.zeros((), device=step_twins.device), scale=1.0)
+        kept.__dict__ = kept
+
+        def add(kept, x):
+            kept.total = kept["total"] * kept.scale + x.sum()
+
+        step, found = graphed(lambda x: add(kept, x)), []
+        for i in range(12):
+            if i == 8:
+                kept["scale"] = 0.5
+            step(step_twins.batch()[0])
+            found.append(kept.total.clone())
+        return found, step
+
+    step = step_twins.both(run)
+    assert step.captures == 2 and step.replays >= 7, step.in_python

@@ -22,7 +22,7 @@ import inspect
 import struct
 import threading
 import types
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from itertools import dropwhile
@@ -121,7 +121,7 @@ class Attributes:
         if name in EVERYTHING:
             if caller is None or caller.f_code not in _FOR_ONE:
                 self._add_all(kind)
-        elif caller is not None and _only_adds(caller) and type(own_attributes(value).get(name)) in (*GROWING, int):
+        elif caller is not None and is_at(caller, growing) and type(own_attributes(value).get(name)) in (*GROWING, int):
             self.grown[id(value), name] = value
         else:
             self.add(kind, name)
@@ -227,12 +227,12 @@ def calling_frame() -> types.FrameType | None:
     return frame
 
 
-def _only_adds(frame: types.FrameType) -> bool:
-    """Whether a function looks an attribute up, or sets it, just now to add to it."""
+def is_at(frame: types.FrameType, offsets: Callable[[types.CodeType], Set[int]]) -> bool:
+    """Whether a function is just now at one of these instructions of its code."""
     at, code = frame.f_lasti, frame.f_code.co_code
     while dis.opname[code[at]] == "CACHE":
         at -= 2
-    return at in growing(frame.f_code)
+    return at in offsets(frame.f_code)
 
 
 class _Hook:

@@ -22,6 +22,8 @@ _VARIABLES = {"LOAD_GLOBAL", "LOAD_DEREF", *_LOCALS}
 _LOADS = {"LOAD_ATTR", "LOAD_CONST", *_VARIABLES}
 _STORES = {"STORE_ATTR", "STORE_DEREF", "STORE_GLOBAL", "STORE_SUBSCR"}
 ADDED_TO = "+="  # in the place of an attribute: the code only adds to what the names before it lead to
+_GROUPS = "param_groups"
+PARAMETERS = f"{_GROUPS}[...]['params']"  # in the place of an attribute: the code takes nothing else of the groups
 _ADDS = {"+=", "-=", "+", "-", "INPLACE_ADD", "INPLACE_SUBTRACT", "BINARY_ADD", "BINARY_SUBTRACT"}
 GROWS = {"append", "extend"}
 _LOOKUPS = {"LOAD_ATTR", "LOAD_METHOD"}
@@ -31,6 +33,8 @@ _ITEM = ["LOAD_CONST", "BINARY_SUBSCR"]
 _EFFECTS = {**dict.fromkeys(_VARIABLES | {"LOAD_CONST"}, 1), **dict.fromkeys(_LOOKUPS, 0), "BINARY_SUBSCR": -1}
 _DEEPEST = 1000  # no stack is that deep
 _COPIES = {"COPY", "DUP_TOP", "DUP_TOP_TWO"}
+_BEGIN_OF_LIST = {"LOAD_FAST_AND_CLEAR", "SWAP", "BUILD_LIST", "BUILD_SET", "BUILD_MAP"}  # of a comprehension
+_READ_VARIABLES = {"dir", "eval", "exec", "locals", "vars"}
 _NEUTRAL = {"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", *_COPIES}  # what was loaded last stays on top of the stack
 
 
@@ -77,9 +81,10 @@ def _own_chains(code: types.CodeType) -> Iterator[tuple[Chain, int]]:
     chain: Chain | None = None  # what the last instructions have named
     imported: Chain | None = None  # what the names after IMPORT_FROM are attributes of
     line, is_dotted, each_of = code.co_firstlineno, False, [*instructions(code)]
-    for i, (name, value, now, _) in enumerate(each_of):
+    takes_params = taking_parameters(code)
+    for i, (name, value, now, at) in enumerate(each_of):
         if name in _ATTRIBUTES and chain is not None:
-            chain, line = chain.attribute(value), now
+            chain, line = chain.attribute(PARAMETERS if at in takes_params else value), now
             if name != "STORE_ATTR":
                 continue
         names_module = chain is not None and chain.scope == "import" and not chain.attributes
@@ -87,6 +92,8 @@ def _own_chains(code: types.CodeType) -> Iterator[tuple[Chain, int]]:
             yield chain, line  # a name for a whole module reads nothing of it
         if name == "STORE_FAST":
             aliases[value] = None if value in aliases else chain
+        if value == "super" and "__class__" in code.co_freevars and code.co_argcount:  # it finds the first argument
+            yield Chain("local", code.co_varnames[0]), now
         line = now
         if name == "IMPORT_NAME":
             level, names = (each.value for each in each_of[i - 2 : i])
@@ -137,6 +144,41 @@ def growing(code: types.CodeType) -> Set[int]:
         elif each.name in _LOOKUPS and each.value in GROWS and before.name == "LOAD_ATTR":
             offsets.add(before.offset)
     return offsets
+
+
+@cache
+def taking_parameters(code: types.CodeType) -> Set[int]:
+    """Where the code looks ``param_groups`` up, and takes nothing but ``["params"]`` of each group."""
+    each_of = [*instructions(code)]
+    if any(each.name in ("LOAD_GLOBAL", "LOAD_NAME") and each.value in _READ_VARIABLES for each in each_of):
+        return frozenset()
+    found = (i for i, each in enumerate(each_of) if each.name == "LOAD_ATTR" and each.value == _GROUPS)
+    return {each_of[i].offset for i in found if _takes_parameters(each_of, i + 1)}
+
+
+def _takes_parameters(each_of: list[_Instruction], i: int) -> bool:
+    """Whether the code at a position, which has found groups, takes only these, of one group or in a loop."""
+    if each_of[i].name != "GET_ITER":
+        return _names(each_of[i : i + 2]) == _ITEM and _is_parameters(each_of, i + 2)
+    if each_of[i + 1].name.startswith("CALL"):  # of a comprehension, whose first loop is over ``.0``
+        before = each_of[:i]
+        while before and before[-1].name in _LOADS:
+            before.pop()
+        made = next((each.value for each in reversed(before) if isinstance(each.value, types.CodeType)), None)
+        if made is None or not before[-1].name.endswith(("MAKE_FUNCTION", "SET_FUNCTION_ATTRIBUTE")):
+            return False
+        each_of = [*instructions(made)]
+        i = next(n for n, each in enumerate(each_of) if each.value == ".0")
+    i = next(n for n in range(i + 1, len(each_of)) if each_of[n].name not in _BEGIN_OF_LIST)
+    if _names(each_of[i : i + 2]) != ["FOR_ITER", "STORE_FAST"]:
+        return False
+    group = each_of[i + 1].value
+    uses = (n for n, each in enumerate(each_of) if each.name in _LOCALS and each.value == group)
+    return all(_is_parameters(each_of, n + 1) for n in uses)
+
+
+def _is_parameters(each_of: list[_Instruction], i: int) -> bool:
+    return _names(each_of[i : i + 2]) == _ITEM and each_of[i].value == "params"
 
 
 @cache

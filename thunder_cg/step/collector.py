@@ -184,7 +184,10 @@ class Collector:
                 self._add_own_attributes(label, value, depth)
             elif isinstance(registry := vars(value).get("registry"), types.MappingProxyType):  # of singledispatch
                 self.add(f"{label}.registry", registry, depth + 1)
-        elif isinstance(value, singledispatchmethod):
+            return
+        if isinstance(value, (_Cached, partial)):
+            self._add_own_attributes(label, value, depth)
+        if isinstance(value, singledispatchmethod):
             self.add(label, value.dispatcher, depth)
         elif isinstance(value, _Cached):
             self._add_cached(label, value, depth)
@@ -258,18 +261,24 @@ class Collector:
             self._object(f"{problem} baked in, and {limit}", f"move it to {self._device_type}")
 
     def _add_own_attributes(self, label: str, value: Any, depth: int) -> None:
-        """Those that somebody has given to a tensor, a function, or a container of a class of its own."""
+        """Those that somebody has given to a tensor, a function, or a value of a class of its own."""
         attributes = own(value, "__dict__")  # if it is empty, somebody may give it the first one
-        if attributes is not MISSING and id(value) not in self._objects:
-            self._objects.add(id(value))
-            self.holders.append(attributes)
-            self.watch.given_attributes(attributes)
-            for name, attribute in attributes.items():
-                self.add(f"{label}.{name}", attribute, depth + 1)
+        if id(value) in self._objects:
+            return
+        if may_change(type(value)) or (attributes is not MISSING and attributes):  # somebody may give it others
+            self.watch.fields(_class_and_attributes, value)
+        if attributes is MISSING or attributes is value:  # a dictionary, whose items are its attributes
+            return
+        self._objects.add(id(value))
+        self.holders.append(attributes)
+        self.watch.given_attributes(attributes)
+        for name, attribute in attributes.items():
+            self.add(f"{label}.{name}", attribute, depth + 1)
 
-    def _add_value(self, label: str, value: Any, *_: Any) -> None:
+    def _add_value(self, label: str, value: Any, depth: int, *_: Any) -> None:
         """See Note [Values that nobody reports] in watch.py."""
         self.facts[label] = Same(value)
+        self._add_own_attributes(label, value, depth)
         if (nbytes := getattr(value, "nbytes", 0)) > _MAX_ARRAY:
             problem = f"is an array of {nbytes:,} bytes, and up to {_MAX_ARRAY:,} are compared before a replay"
             self._refuse(label, value, problem, "make it a tensor before the step")
@@ -463,12 +472,14 @@ class Collector:
         if kind in self._forwards:
             return
         self._forwards.add(kind)
-        self.facts[f"{kind.__name__}.forward (the {len(self._forwards)}. class)"] = Same(getattr(kind, "forward", None))
+        forward = None
         for each in kind.__mro__:
             names = dictionary_of(each)
             self.watch.names(names)
             if "forward" in names:
+                forward = names["forward"]  # to look it up may run Python
                 break
+        self.facts[f"{kind.__name__}.forward (the {len(self._forwards)}. class)"] = Same(forward)
 
     def _add_attributes(self, where: str, own: Any, attributes: Mapping[str, Any], besides: Sequence[Any]) -> None:
         for name, attribute in attributes.items():
@@ -716,6 +727,10 @@ def _may_change(value: Any) -> bool:
     """Whether the attributes of a value are looked at, as those of a GradScaler and a `nullcontext` are, too."""
     is_of_library = _package_of(type(value)) in ("torch", "contextlib") and own(value, "__dict__") is not MISSING
     return isinstance(value, _NAMESPACES) or may_change(type(value)) or is_of_library
+
+
+def _class_and_attributes(value: Any) -> tuple[Any, Any]:
+    return type(value), own(value, "__dict__")
 
 
 def _items_of(value: Any) -> list[Any]:

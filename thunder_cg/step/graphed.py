@@ -242,10 +242,11 @@ class GraphedStep:
         is_hopeless = self._unstable >= _MAX_UNSTABLE and not meets(self._groups(layout) or [])
         if (reason := self._why_not_looked_at(layout, is_hopeless)) is not None:
             return self._run(call, reason)
-        state = self._state()
-        if replaced := self._replaced(layout, state):
-            self._carried |= replaced
-            state = self._state()
+        try:
+            state = self._state_to_begin_with(layout)
+        except CaptureRefused as error:
+            self._count_unstable(error.reason)
+            return self._run(call, error.reason)
         if (reason := self._why_refused(layout, state)) is not None:
             return self._run(call, reason)
         ready = self._ready_for(layout, state) if self.captures_pay() else None
@@ -254,6 +255,14 @@ class GraphedStep:
             return self._try_capture(state, call, ready)
         with held_back(not is_hopeless):
             return self._run(call, SkipReason(_ADDS_TO_FIRST)) if adds_to_first else self._note(state, call)
+
+    def _state_to_begin_with(self, layout: Any) -> StepState:
+        """The state before a call. What the loop has replaced is carried in it."""
+        state = self._state()
+        if replaced := self._replaced(layout, state):
+            self._carried |= replaced
+            state = self._state()
+        return state
 
     def _why_not_looked_at(self, layout: Any, is_hopeless: bool) -> SkipReason | None:
         """Why a call runs in Python whatever its state is; None if it may be captured or noted."""
@@ -286,9 +295,13 @@ class GraphedStep:
 
     def _meet(self, recording: StepRecording, carried: Sequence[Tensor], call: _Call) -> Any:
         """Replays, or captures anew if another rank needs that. See Note [Meetings] in groups.py."""
-        state, groups = self._state(), self._groups(call.layout)
-        ready = self._ready_for(call.layout, state)
-        if groups and ready is not None and self.captures_pay():
+        groups = self._groups(call.layout)
+        try:
+            state: StepState | None = self._state()
+        except CaptureRefused:
+            state = None
+        ready = None if state is None else self._ready_for(call.layout, state)
+        if groups and state is not None and ready is not None and self.captures_pay():
             return self._try_capture(state, call, ready, recording)
         Round(groups or []).decline("it replays")
         return self._replay(recording, carried, call)
@@ -389,7 +402,11 @@ class GraphedStep:
         if not reads_more:
             return
         self._called |= calls.found
-        whole = self._whole_state()
+        try:
+            whole = self._whole_state()
+        except CaptureRefused as error:
+            self._count_unstable(error.reason)
+            return
         if self._attributes.observe(whole.kinds, whole.compiled_kinds):
             del self._ready[layout]
         else:
@@ -413,7 +430,11 @@ class GraphedStep:
         """Runs a call in Python, and notes whether it leaves the state as it was."""
         reason, fix = self._what_is_new(call.layout, state)
         self.if_repeated[reason] = fix
-        whole = self._whole_state()
+        try:
+            whole = self._whole_state()
+        except CaptureRefused as error:
+            self._count_unstable(error.reason)
+            return self._run(call, error.reason)
         is_new, seen = self._attributes.observe(whole.kinds, whole.compiled_kinds), self._attributes.seen
         outside, python = states_outside(whole.device), PythonCall(whole, self._backend)
         places, places_of_whole = state.places_of_tensors(), whole.places_of_tensors()
@@ -423,6 +444,24 @@ class GraphedStep:
             result = self._run(call, reason)
         if is_new := is_new or self._attributes.seen != seen:
             state, places = whole, places_of_whole
+        try:
+            self._compare(state, places, outside, call, reason, python, is_new=is_new)
+        except CaptureRefused as error:
+            self._count_unstable(error.reason)
+        return result
+
+    def _compare(
+        self,
+        state: StepState,
+        places: Sequence[Any],
+        outside: dict[str, Any],
+        call: _Call,
+        reason: SkipReason,
+        python: PythonCall,
+        *,
+        is_new: bool,
+    ) -> None:
+        """Compares the state, and where its tensors are, before a call in Python, with what there is now."""
         after = state.again()
         carried = newly_carried(state, after, places)
         self._carried |= {place.key: place for place in carried.values()}
@@ -437,7 +476,6 @@ class GraphedStep:
         else:
             self.skipped -= Counter([reason])
             self._note_change(call.layout, changed, state, self._state() if is_new else state)
-        return result
 
     def _note_ready(self, call: _Call, reason: SkipReason, ready: _Ready) -> None:
         """A call that ran in Python for this reason has left its state as it was."""

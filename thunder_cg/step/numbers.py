@@ -7,8 +7,8 @@ Note [Numbers of fused optimizers]
     and it fails if
 
     -   other facts of the state differ with the sentinels, as they do if a variable leads to a group;
-    -   anything looks ``param_groups`` up, or all attributes of the optimizer, but functions of PyTorch that are known:
-        see Note [How lookups are seen] in attributes.py;
+    -   anything looks ``param_groups`` up, or all attributes of the optimizer, but functions of PyTorch that are known
+        (see Note [How lookups are seen] in attributes.py), and code that takes only ``["params"]`` of each group;
     -   a function of the user's gets a group, or a number of it, as those may that somebody has put into PyTorch;
     -   one runs that may look attributes up unseen, or Dynamo compiles, which does;
     -   the step has put other numbers there;
@@ -36,7 +36,8 @@ from thunder_cg.compat.torch import code_of_fused_steps
 from thunder_cg.compat.torch_compile import before_dynamo_compiles
 from thunder_cg.errors import CaptureLater
 from thunder_cg.runtime.backend import CopiedOut, Function, Graph, Pool, bits_of, number_of, sentinels
-from thunder_cg.step.attributes import EVERYTHING, calling_frame, can_be_hooked, hooked, unwatched
+from thunder_cg.step.attributes import EVERYTHING, calling_frame, can_be_hooked, hooked, is_at, unwatched
+from thunder_cg.step.bytecode import taking_parameters
 from thunder_cg.step.facts import Atom, Facts, difference
 
 TAKEN = Atom(float, "a number for kernels")  # the fact of any such number
@@ -200,7 +201,8 @@ class StandIns:
         """An attribute of an optimizer is looked up or set."""
         if name in _NAMES and any(value is each.optimizer for each in self._groups):
             frame = calling_frame()
-            if frame is None or frame.f_code not in _KNOWN:
+            is_known = frame is not None and (frame.f_code in _KNOWN or is_at(frame, taking_parameters))
+            if frame is None or not is_known:
                 self._note(None if frame is None else frame.f_code, f"looks up {name} of an optimizer")
 
     def note_call(self, code: CodeType, variables: Mapping[str, Any]) -> None:

@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from thunder_cg.compat.guards import dictionary_of, module_dictionaries, names_of
 from thunder_cg.compat.tensors import has_storage, tree_flatten, tree_unflatten
 from thunder_cg.runtime.tensors import layout
-from thunder_cg.step.lookups import MISSING, Path, content_of_cell, own, value_of
+from thunder_cg.step.bytecode import Item
+from thunder_cg.step.lookups import MISSING, Path, content_of_cell, of_class, own, value_of
 from thunder_cg.step.packages import may_change
 from thunder_cg.step.reads import Read
 from thunder_cg.step.structure import Structure
@@ -53,11 +54,14 @@ class Place:
         return id(self.holder), self.name
 
     @classmethod
-    def of(cls, value: Any, name: str) -> Place:
-        """Where a value has what is its own by the name."""
+    def of(cls, value: Any, name: str | Item) -> Place:
+        """Where a value has what is its own by the name. A dictionary of a class may have attributes besides items."""
+        if isinstance(name, Item):
+            return cls(value, name.key)
         if isinstance(value, nn.Module):
             return cls(next((each for each in module_dictionaries(value) if name in each), value.__dict__), name, value)
-        if isinstance(value, (types.CellType, type, types.ModuleType, dict)) or _is_slot(value, name):
+        is_bare = isinstance(value, (types.CellType, type, types.ModuleType)) or type(value) is dict
+        if is_bare or _is_slot(value, name):
             return cls(value, name)
         return cls(names_of(value), name, value)
 
@@ -111,7 +115,7 @@ def plain_copy(value: Any) -> Any:
 
 
 def _is_slot(holder: Any, name: str) -> bool:
-    is_member = isinstance(getattr(type(holder), name, None), types.MemberDescriptorType)
+    is_member = isinstance(of_class(holder, name), types.MemberDescriptorType)
     return is_member and may_change(type(holder))  # others may be read-only
 
 

@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 from thunder_cg.compat.guards import names_of
 from thunder_cg.compat.torch import IS_PROFILING
 from thunder_cg.compat.torch_compile import function_before_dynamo, is_compiled_by_dynamo
-from thunder_cg.step.bytecode import ADDED_TO, GROWS, Item, chains
+from thunder_cg.step.bytecode import ADDED_TO, GROWS, PARAMETERS, Item, chains
 from thunder_cg.step.facts import numbered
 from thunder_cg.step.lookups import (
     DICTIONARIES,
@@ -244,7 +244,7 @@ def _function_of(value: Any) -> tuple[types.FunctionType | None, Any]:
         return (function, value.__self__) if isinstance(function, types.FunctionType) else (None, None)
     if isinstance(value := unwrapped(value), types.FunctionType):
         return value, None
-    call = getattr(type(value), "forward" if isinstance(value, torch.nn.Module) else "__call__", None)
+    call = of_class(value, "forward" if isinstance(value, torch.nn.Module) else "__call__")
     return (call, value) if isinstance(call, types.FunctionType) else (None, None)
 
 
@@ -258,13 +258,15 @@ def reads_in(function: types.FunctionType, owner: Any, is_rooted: bool = False) 
     """What one function reads, and where each is. Of an owner that is looked at in any case, only what is not."""
     code, variables = function.__code__, function.__globals__
     cells = dict(zip(code.co_freevars, function.__closure__ or ()))
-    bound = {code.co_varnames[0]: owner} if owner is not None and code.co_argcount else {}
+    first = code.co_varnames[0 if code.co_argcount else code.co_kwonlyargcount :][:1]  # of ``*args``, all that is there
+    takes_owner = owner is not None and (code.co_argcount or code.co_flags & inspect.CO_VARARGS)
+    bound = dict.fromkeys(first if takes_owner else (), owner)
     of_package = is_installed(code.co_filename)
     for chain, line in chains(code).items():
         name, attributes = chain.name, chain.attributes
         at = "" if of_package else f"{os.path.basename(code.co_filename)}:{line}"
         label = name
-        if of_package and name in bound:
+        if name in bound and (of_package or not code.co_argcount):
             label = (owner if isinstance(owner, type) else type(owner)).__name__
         elif of_package:
             label = f"{variables.get('__name__') if chain.scope == 'global' else function.__name__}.{name}"
@@ -280,7 +282,7 @@ def reads_in(function: types.FunctionType, owner: Any, is_rooted: bool = False) 
         else:
             continue
         place, read = _NamedVariable(label, at, path, look_up).read(attributes)
-        is_seen = is_rooted and of_owner and attributes and has_own(owner, attributes[0])
+        is_seen = is_rooted and of_owner and (not attributes or has_own(owner, attributes[0]))
         if not is_seen or read.only_grows or _grows_a_list(read.get()):
             yield place, read
     for what in () if of_package else ("__code__", "__defaults__", "__kwdefaults__"):
@@ -316,6 +318,8 @@ class _NamedVariable:
             owner = self.look_up(before)
             if name == ADDED_TO:
                 return self._read(before, only_grows=type(owner) is int)
+            if name == PARAMETERS:  # of an optimizer, they are compared with all else of it
+                return self._read(before) if isinstance(owner, Optimizer) else self.read((*before, "param_groups"))
             if isinstance(name, Item) and name.method and type(owner) not in DICTIONARIES:
                 return self.read((*before, name.method))
             if isinstance(name, Item):
@@ -341,7 +345,7 @@ class _NamedVariable:
         start, names = self.path
         label, value = f"{'.'.join((self.label, *before))}[{item.key!r}]", self.look_up((*before, item))
         if rest == (ADDED_TO,) and type(value) in (int, torch.Tensor):
-            path = start, (*names, *before, item.key)
+            path = start, (*names, *before, Item(item.key))
             get, is_number = partial(self.look_up, (*before, item)), type(value) is int
             return (id(start), *path[1]), Read(label, get, path=path, line=self.line, only_grows=is_number)
         if rest != (ADDED_TO,) and type(value) in GROWING:

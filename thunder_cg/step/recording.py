@@ -400,13 +400,14 @@ class _Body:
         for each, value in zip(carried, stand_ins):
             each.place.put(value)
         yield left
-        for (label, place, _), before, then, value, tensors, were_at in zip(
-            carried, had, values, stand_ins, buffers, places
+        there = [each.place.get() for each in carried]  # two may be one: ``module.x`` is a global
+        for (label, place, _), before, then, value, left_there, tensors, were_at in zip(
+            carried, had, values, stand_ins, there, buffers, places
         ):
             if any(map(is_changed, tensors, were_at)):
                 problem = f"the step changes the tensor that it finds in {label}{self._state.line_of(label)}"
                 raise CaptureRefused(problem, TAKE_ANOTHER)
-            now, is_given = Carried.of(left_there := place.get(), self._state.device.type), left_there is value
+            now, is_given = Carried.of(left_there, self._state.device.type), left_there is value
             place.put(before)
             self._found_or_left += [value] if is_given else [value, left_there]
             if is_given and all(map(is_, tree_leaves(value), tensors)):

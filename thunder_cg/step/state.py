@@ -44,6 +44,7 @@ from thunder_cg.step.snapshot import Snapshot, Undo, undos_of
 
 _MAX_REPLACED = 2**20  # bytes that are copied in and out in each call, rather than captured again
 _MOST_LINES = 3  # of those that name a container
+_PASS = "read what the step needs of it outside of the step, and pass that"
 
 
 class StepState:
@@ -71,6 +72,9 @@ class StepState:
         kernel_numbers: those that may change between replays: see Note [Numbers of fused optimizers] in numbers.py.
         objection: why no graph would be right; None if one may be.
         hooked: the same, if it is a hook or a wrapper of PyTorch's, whose Python may be why something changes.
+
+    Raises:
+        CaptureRefused: an object raises an error when it is looked at.
     """
 
     def __init__(
@@ -89,11 +93,22 @@ class StepState:
         self.attributes = attributes
         self._names: Names
         self._seen, self._names = (0, {}) if attributes is None else (attributes.seen, attributes.by_class())
+        self._at = "what the step reads"  # which is looked at
+        self._lines: list[_NamedAt] = []
+        try:
+            self._collect()
+        except Exception as error:  # of an object's class
+            raised = f"{type(error).__name__}: {error}".removesuffix(": ")
+            problem = f"{self._at}{self.line_of(self._at)} cannot be compared before a replay, since it raises {raised}"
+            raise CaptureRefused(problem, _PASS) from error
+
+    def _collect(self) -> None:
         # Of what is compared by itself, of what other names lead to, and of modules and optimizers.
-        simple = self._sort_reads([(read, read.get()) for read in self._reads(called)])
+        simple = self._sort_reads([(read, read.get()) for read in self._reads(self._called)])
         self._link()
         others = self._collect_others()
-        roots_found = {**others.roots, **simple.roots, **{id(root): (name, root) for name, root in roots.items()}}
+        given = {id(root): (name, root) for name, root in self._given.items()}
+        roots_found = {**others.roots, **simple.roots, **given}
         self._roots = [*roots_found.values()]
         self._of_simple = simple.begin()
         heavy = self._collect_roots()
@@ -134,6 +149,7 @@ class StepState:
         self._simple: list[tuple[Read, Any]] = []
         self._others: list[tuple[Read, Any]] = []
         for read, value in reads:
+            self._at = read.label
             if not (_grows(read, value) or self._is_carried(read, value, collector)):
                 are_like = self._simple if read.is_owner or is_simple(value, self._device_type) else self._others
                 are_like.append((read, value))
@@ -219,7 +235,7 @@ class StepState:
     def _collect_others(self) -> Collector:
         collector = Collector(self._device_type, self._names, self._to_carry)
         for read, _ in self._others:
-            collector.in_compiled = read.is_compiled
+            collector.in_compiled, self._at = read.is_compiled, read.label
             collector.add(read.label, read.get(), 0, place_of_read(read))
         collector.in_compiled = False
         for read, value in self._simple:
@@ -232,7 +248,8 @@ class StepState:
         waiting = [*self._roots]
         seen = {id(root) for _, root in waiting}
         while waiting:
-            collector.add_root(*waiting.pop(0))
+            self._at, root = waiting.pop(0)
+            collector.add_root(self._at, root)
             waiting += [found for i, found in collector.roots.items() if i not in seen]
             seen.update(collector.roots)
         collector.add_definitions()
@@ -262,7 +279,10 @@ class StepState:
 
     def carried_if_unchanged(self) -> list[Tensor] | None:
         """The tensors that are carried now, if nothing has changed. See Note [Cheap checks of a state]."""
-        if not self.holds():
+        try:
+            if not self.holds():
+                return None
+        except Exception:  # of an object's class; a new state says of which one
             return None
         values = self.carried_values()
         are_alike = [value.fact for value in values] == [each.fact for each in self.carried]
@@ -470,7 +490,8 @@ def _grows(read: Read, value: Any) -> bool:
     if type(value) is not int or not read.only_grows or not (places := place_of_read(read)):
         return read.only_grows and type(value) in GROWING
     owner, name = places[0].owner, places[0].name
-    return isinstance(owner, (CellType, dict)) or only_sets(owner, name)
+    is_bare = isinstance(owner, (CellType, dict)) and owner is places[0].holder
+    return is_bare or only_sets(owner, name)
 
 
 def _is_alike(tensor: Tensor, then: Any, now: Any) -> bool:
