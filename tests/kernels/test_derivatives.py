@@ -160,15 +160,21 @@ def test_statistics_move_in_the_forward(device):
     torch.testing.assert_close(compiled(x), twin(x))
 
 
+_NORMS = {  # of (4, 6, 5): the shape of the parameters, the axes of the statistics, and those of the parameters
+    "batch": ((6,), [0, 2], [1]),
+    "layer": ((6, 5), [1, 2], [1, 2]),
+    "layer, all axes": ((4, 6, 5), [0, 1, 2], [0, 1, 2]),
+}
+
+
 @pytest.mark.parametrize("affine", [False, True])
-@pytest.mark.parametrize("kind", ["batch", "layer"])
+@pytest.mark.parametrize("kind", _NORMS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_norms(device, kind, affine, dtype):
     a = torch.randn(4, 5, 6, device=device, dtype=dtype).transpose(1, 2).requires_grad_()
-    size = (6,) if kind == "batch" else (6, 5)
+    size, over, along = _NORMS[kind]
     parameters = [torch.randn(size, device=device, dtype=dtype, requires_grad=True) for _ in range(2)]
     weight, bias = parameters if affine else (None, None)
-    over, along = ([0, 2], [1]) if kind == "batch" else ([1, 2], [1, 2])
     if kind == "batch":
         expected = F.batch_norm(a, None, None, weight, bias, training=True)
     else:

@@ -65,7 +65,9 @@ def _gradients(
         of_a = scale * weights * (wide - of_bias / count - centered * (scale * of_weight / count))
     else:
         normalized, weighted = centered * scale, wide * weights
-        of_bias, of_weight = wide.sum(others), (wide * normalized).sum(others)
+        of_bias, of_weight = wide, wide * normalized
+        if others:  # a sum over no dimensions is one over all
+            of_bias, of_weight = of_bias.sum(others), of_weight.sum(others)
         projected = normalized * (weighted * normalized).mean(over, keepdim=True)
         of_a = scale * (weighted - weighted.mean(over, keepdim=True) - projected)
     return of_a.to(a.dtype), *(each.reshape([a.shape[i] for i in along]) for each in (of_weight, of_bias))
