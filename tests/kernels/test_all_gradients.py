@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import thunder
 import torch
-from support import run_what_inductor_gets, tensors_in
+from support import run_what_inductor_gets
 from thunder.core import dtypes
 
 from thunder_cg import cudagraph_transform, executors
+from thunder_cg.compat.tensors import tensors_in
 
 
 def gradients(result: Any, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
