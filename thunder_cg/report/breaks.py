@@ -31,7 +31,8 @@ _DEEPCOPY = (
 _CONTEXT = "enter it around the call of the compiled function, or do what is done in it outside of the function"
 _LOCK = (
     "do what is done in it outside of the compiled function; a model of Transformers has a lock around what it does "
-    "once for output_hidden_states=True or output_attentions=True: call it so once before it is compiled"
+    "once for hidden states or attentions, which LLaVA and SegFormer always need: call it once, with the same "
+    "arguments, before it is compiled"
 )
 _REQUIRES_GRAD = (
     "leave it out, as what is computed with a parameter has a gradient anyway; a Wav2Vec2 of Transformers, or the "
