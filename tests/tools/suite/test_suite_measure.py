@@ -175,14 +175,8 @@ def test_batches_are_fresh_and_the_same_for_both_sides() -> None:
 
 
 @pytest.mark.parametrize("mode", [FORWARD, TRAINING])
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("BERT base", "ViT B/16, torchvision", "EfficientNet B0", "GPT-2", "Mixtral 8x7B, 1 layer"),
-        *("DeepSeek V3, 2 layers, 16 experts", "Gemma 3 1B, 6 layers", "Whisper tiny"),
-    ],
-)
-@pytest.mark.nightly_after(6)
+@pytest.mark.parametrize("name", sorted(models.MODELS, key=lambda name: models.MODELS[name].package != "torch"))
+@pytest.mark.nightly_after(2)
 def test_models_of_other_packages(name: str, mode: str) -> None:
     model = models.MODELS[name]
     pytest.importorskip(model.package)
@@ -197,7 +191,7 @@ def test_models_of_other_packages(name: str, mode: str) -> None:
     "name",
     [
         *("Llama 3.2 1B, 4 layers", "pythia-160m", "Qwen3 0.6B, 4 layers", "GPT-2", "Gemma 3 1B, 6 layers"),
-        *("OLMoE 1B-7B, 2 layers", "Mixtral 8x7B, 1 layer"),
+        *("OLMoE 1B-7B, 2 layers", "Mixtral 8x7B, 1 layer", "DeepSeek V3, 2 layers, 16 experts"),
     ],
 )
 @pytest.mark.nightly_after(2)
