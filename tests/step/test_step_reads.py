@@ -1135,6 +1135,21 @@ def a_function_that_is_registered():
     return lambda y: function(y), lambda: function.register(torch.Tensor, lambda y: y * 2)
 
 
+def an_attribute_of_a_dispatching_function():
+    @singledispatch
+    def function(y):
+        return y
+
+    function.scale = 1.0
+    return lambda y: weigh(function, y), partial(setattr, function, "scale", 2.0)
+
+
+def an_attribute_of_a_static_method():
+    method = staticmethod(weigh)
+    method.scale = 1.0
+    return lambda y: weigh(method, y), partial(setattr, method, "scale", 2.0)
+
+
 def an_attribute_of_an_enum():
     scale = Enum("Scale", "ONE").ONE
     scale.scale = 1.0
@@ -1372,6 +1387,8 @@ FAR = (
     what_a_bounded_cache_has,
     a_dictionary_that_is_cached,
     a_function_that_is_registered,
+    an_attribute_of_a_dispatching_function,
+    an_attribute_of_a_static_method,
     an_attribute_of_an_enum,
     a_context_of_decimals,
     a_function_that_is_frozen,

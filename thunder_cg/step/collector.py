@@ -81,7 +81,8 @@ _OPAQUE = types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types
 _DEFINE: Sequence[type | types.ModuleType] = torch, Tensor, nn.Module, Optimizer, nn.functional
 _Cached = type(lru_cache(len))
 _Link = next(each for each in object.__subclasses__() if each.__name__ == "_lru_list_elem")  # of a bounded cache
-_FUNCTIONS = types.FunctionType, singledispatchmethod, _Cached, partial
+_Bare = staticmethod, classmethod  # the objects that classes have
+_FUNCTIONS = types.FunctionType, singledispatchmethod, _Cached, partial, *_Bare
 _random: Any = random.random  # of the generator of the process
 _OF_TENSORS = {"grad", "_grad", "_version"}
 _WARNED = "__warningregistry__"  # which warnings write
@@ -182,10 +183,10 @@ class Collector:
             if not is_installed(value.__code__.co_filename):
                 self.facts[f"the name of {label}"] = Content(self.watch.function(value))
                 self._add_own_attributes(label, value, depth)
-            elif isinstance(registry := vars(value).get("registry"), types.MappingProxyType):  # of singledispatch
-                self.add(f"{label}.registry", registry, depth + 1)
+            elif isinstance(vars(value).get("registry"), types.MappingProxyType):  # of singledispatch
+                self._add_own_attributes(label, value, depth)
             return
-        if isinstance(value, (_Cached, partial)):
+        if isinstance(value, (_Cached, partial, *_Bare)):
             self._add_own_attributes(label, value, depth)
         if isinstance(value, singledispatchmethod):
             self.add(label, value.dispatcher, depth)
@@ -194,6 +195,8 @@ class Collector:
         elif isinstance(value, partial):
             for name, field in zip(_PARTIAL, self.watch.fields(attrgetter(*_PARTIAL), value)):
                 self.add(f"{label}.{name}", field, depth + 1)
+        elif isinstance(value, _Bare):
+            self.add(f"{label}.__func__", value.__func__, depth + 1)
         else:  # a method of C
             self.add(f"{label}.__self__", value.__self__, depth + 1)
 
@@ -278,7 +281,9 @@ class Collector:
     def _add_value(self, label: str, value: Any, depth: int, *_: Any) -> None:
         """See Note [Values that nobody reports] in watch.py."""
         self.facts[label] = Same(value)
-        self._add_own_attributes(label, value, depth)
+        data = data_of_c(value)
+        if data is None or data is value:  # else `multiprocessing` shares it, and has a lock among its attributes
+            self._add_own_attributes(label, value, depth)
         if (nbytes := getattr(value, "nbytes", 0)) > _MAX_ARRAY:
             problem = f"is an array of {nbytes:,} bytes, and up to {_MAX_ARRAY:,} are compared before a replay"
             self._refuse(label, value, problem, "make it a tensor before the step")
@@ -590,7 +595,7 @@ def is_simple(value: Any, device_type: str) -> bool:
         return not vars(value)
     if _is_users_atom(value) or _is_bound(value):
         return False
-    if isinstance(value, (_Cached, singledispatchmethod, Decimal)):
+    if isinstance(value, (_Cached, singledispatchmethod, Decimal, *_Bare)):
         return False
     if value is MISSING:
         return True
