@@ -73,7 +73,7 @@ _NAME = "name the attribute"
 _IMPORT = "import those that the step needs"
 _NEXT = "take the next item outside of the step, and pass it as an argument"
 _OF_FILE = "read what the step needs, and write what it returns, outside of the step"
-_PASS = "read what the step needs of it outside of the step, and pass that"
+PASS = "read what the step needs of it outside of the step, and pass that"
 _DEEP = "have the step name what it needs, and not pass on all of {}"
 _SCRIPTED = torch.jit.ScriptModule, torch.ScriptModule, torch.ScriptMethod, torch.ScriptObject
 _OPAQUE = types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.CodeType, type
@@ -81,8 +81,8 @@ _OPAQUE = types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types
 _DEFINE: Sequence[type | types.ModuleType] = torch, Tensor, nn.Module, Optimizer, nn.functional
 _Cached = type(lru_cache(len))
 _Link = next(each for each in object.__subclasses__() if each.__name__ == "_lru_list_elem")  # of a bounded cache
-_Bare = staticmethod, classmethod  # the objects that classes have
-_FUNCTIONS = types.FunctionType, singledispatchmethod, _Cached, partial, *_Bare
+_METHODS = staticmethod, classmethod
+_FUNCTIONS = types.FunctionType, singledispatchmethod, _Cached, partial, *_METHODS
 _random: Any = random.random  # of the generator of the process
 _OF_TENSORS = {"grad", "_grad", "_version"}
 _WARNED = "__warningregistry__"  # which warnings write
@@ -186,8 +186,6 @@ class Collector:
             elif isinstance(vars(value).get("registry"), types.MappingProxyType):  # of singledispatch
                 self._add_own_attributes(label, value, depth)
             return
-        if isinstance(value, (_Cached, partial, *_Bare)):
-            self._add_own_attributes(label, value, depth)
         if isinstance(value, singledispatchmethod):
             self.add(label, value.dispatcher, depth)
         elif isinstance(value, _Cached):
@@ -195,10 +193,12 @@ class Collector:
         elif isinstance(value, partial):
             for name, field in zip(_PARTIAL, self.watch.fields(attrgetter(*_PARTIAL), value)):
                 self.add(f"{label}.{name}", field, depth + 1)
-        elif isinstance(value, _Bare):
+        elif isinstance(value, _METHODS):
             self.add(f"{label}.__func__", value.__func__, depth + 1)
         else:  # a method of C
             self.add(f"{label}.__self__", value.__self__, depth + 1)
+        if isinstance(value, (_Cached, partial, *_METHODS)):
+            self._add_own_attributes(label, value, depth)
 
     def _add_referent(self, label: str, value: Any, depth: int, *_: Any) -> None:
         self.facts[label] = Same(value)
@@ -547,7 +547,7 @@ _KINDS: Sequence[tuple[Any, ...]] = (
     (lambda value: _is_iterator(value), "is a {}, which no replay would advance", _NEXT),
     (lambda value: _looks_up_gradients(value), f"is an attrgetter of what {_NOT_COMPARED}", f"{_NAME} in the step"),
     (_is_graph, f"is a node of autograd's graph, whose content {_NOT_COMPARED}", "make the graph in the step"),
-    (lambda value: _is_opaque(value), f"is a {{}}, whose content {_NOT_COMPARED}", _PASS),
+    (lambda value: _is_opaque(value), f"is a {{}}, whose content {_NOT_COMPARED}", PASS),
     (lambda value: is_object(value), Collector._add_object),
     (lambda _: True, Collector._add_other),
 )
@@ -595,7 +595,7 @@ def is_simple(value: Any, device_type: str) -> bool:
         return not vars(value)
     if _is_users_atom(value) or _is_bound(value):
         return False
-    if isinstance(value, (_Cached, singledispatchmethod, Decimal, *_Bare)):
+    if isinstance(value, (_Cached, singledispatchmethod, Decimal, *_METHODS)):
         return False
     if value is MISSING:
         return True

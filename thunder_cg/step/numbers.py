@@ -202,7 +202,7 @@ class StandIns:
         if name in _NAMES and any(value is each.optimizer for each in self._groups):
             frame = calling_frame()
             is_known = frame is not None and (frame.f_code in _KNOWN or is_at(frame, taking_parameters))
-            if frame is None or not is_known:
+            if not is_known:
                 self._note(None if frame is None else frame.f_code, f"looks up {name} of an optimizer")
 
     def note_call(self, code: CodeType, variables: Mapping[str, Any]) -> None:

@@ -31,7 +31,7 @@ from thunder_cg.compat.tensors import has_storage, is_wrapper, storage_id, tenso
 from thunder_cg.errors import CaptureRefused, SkipReason
 from thunder_cg.runtime.tensors import has_history, is_whole, layout, same_tensors
 from thunder_cg.step.attributes import Attributes, Names, only_sets
-from thunder_cg.step.collector import CONTAINERS, Collector, is_simple
+from thunder_cg.step.collector import CONTAINERS, PASS, Collector, is_simple
 from thunder_cg.step.facts import Content, Facts, Same, is_equal, subject
 from thunder_cg.step.gradients import place_of
 from thunder_cg.step.lookups import MISSING, content_of_cell, links_of, own, own_attributes
@@ -44,7 +44,6 @@ from thunder_cg.step.snapshot import Snapshot, Undo, undos_of
 
 _MAX_REPLACED = 2**20  # bytes that are copied in and out in each call, rather than captured again
 _MOST_LINES = 3  # of those that name a container
-_PASS = "read what the step needs of it outside of the step, and pass that"
 
 
 class StepState:
@@ -100,7 +99,7 @@ class StepState:
         except Exception as error:  # of an object's class
             raised = f"{type(error).__name__}: {error}".removesuffix(": ")
             problem = f"{self._at}{self.line_of(self._at)} cannot be compared before a replay, since it raises {raised}"
-            raise CaptureRefused(problem, _PASS) from error
+            raise CaptureRefused(problem, PASS) from error
 
     def _collect(self) -> None:
         # Of what is compared by itself, of what other names lead to, and of modules and optimizers.
