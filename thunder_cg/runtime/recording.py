@@ -172,8 +172,7 @@ class Recording(RecordingUse):
 
     def graphs(self) -> Iterator[Graph]:
         """Those that a call replays: of the forward, and of one backward."""
-        forward = [self.forward] if self.forward is not None else []
-        traces = [*forward, *self.backwards[:1]]
+        traces = self.traces()[: 1 if self.forward is None else 2]
         return (region.graph for trace in traces for region in trace.graphs if region is not None)
 
     def saved(self) -> list[torch.Tensor]:

@@ -182,6 +182,13 @@ def _is_parameters(each_of: list[_Instruction], i: int) -> bool:
 
 
 @cache
+def variable_passed(code: types.CodeType, call: int) -> str:
+    """The variable of a function that is the last argument of the call at an offset; "" if that is something else."""
+    last = [each for each in _decoded(code)[0] if each.offset < call][-1]
+    return str(last.value) if last.name in _LOCALS else ""
+
+
+@cache
 def sets_variables(code: types.CodeType) -> bool:
     """Whether the code, or a function in it, sets a variable of the function around it."""
     inner = any(isinstance(each, types.CodeType) and sets_variables(each) for each in code.co_consts)

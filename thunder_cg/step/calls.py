@@ -20,7 +20,6 @@ from __future__ import annotations
 import _thread
 import datetime
 import decimal
-import dis
 import gc
 import importlib
 import inspect
@@ -65,7 +64,7 @@ from thunder_cg.compat.torch_compile import code_before_dynamo, is_restored_by_d
 from thunder_cg.errors import CaptureLater, CaptureRefused, SkipReason
 from thunder_cg.runtime.tensors import address_if_any, is_plain
 from thunder_cg.step.attributes import unwatched
-from thunder_cg.step.bytecode import sets_variables
+from thunder_cg.step.bytecode import sets_variables, variable_passed
 from thunder_cg.step.facts import ATOMS
 from thunder_cg.step.heap import known_functions
 from thunder_cg.step.lookups import MISSING, content_of_cell
@@ -152,7 +151,6 @@ _STEADY_FUNCTIONS = {
 # Packages that do not pass on what they read of all of this, and modules of PyTorch that do.
 _KEEP = {"torch", "thunder", "thunder_cg", "triton"}
 _PASS_ON = {"torch.cuda.random", "torch.random", "torch.serialization"}
-_NO_WORK = {"CACHE", "EXTENDED_ARG", "PRECALL"}  # instructions
 _OF_NO_OBJECT = {types.ModuleType, type, types.NoneType}  # types of what functions of C belong to
 
 
@@ -340,7 +338,7 @@ class Calls:
                 self._object_to_read(frame, name)
         elif called is id:
             if _is_users(frame.f_code, frame.f_globals):
-                given = frame.f_locals.get(_variable_passed(frame.f_code, frame.f_lasti))
+                given = frame.f_locals.get(variable_passed(frame.f_code, frame.f_lasti))
                 if isinstance(given, torch.Tensor):
                     self._note_identity(frame, name, [given])
                 else:
@@ -585,16 +583,6 @@ class _Ran(NamedTuple):
     def is_of(self, function: types.FunctionType) -> bool:
         cells = function.__closure__ or ()
         return function.__code__ is self.code and self.cells == tuple(id(content_of_cell(cell)) for cell in cells)
-
-
-@cache
-def _variable_passed(code: types.CodeType, call: int) -> str:
-    """The variable of a function that is the last argument of a call in it; "" if that is something else."""
-    before = (each for each in dis.get_instructions(code) if each.offset < call and each.opname not in _NO_WORK)
-    last = deque(before, maxlen=1).pop()
-    if not last.opname.startswith("LOAD_FAST"):
-        return ""
-    return str(last.argval[-1] if isinstance(last.argval, tuple) else last.argval)  # two are loaded at once
 
 
 @torch.compiler.disable(recursive=False)

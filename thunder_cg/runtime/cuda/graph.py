@@ -48,6 +48,7 @@ class CudaGraph:
         self.copied_out = 0  # how many tensors the graph itself copies out
         self._copied_after: Tensors = ()  # what is copied out by operators after each launch
         self._scalars: KernelScalars | None = None
+        self._counts: dict[str, int] | None = None
         self.missing: Set[int] = frozenset()
         self._is_launched = False
         self._launcher: Callable[[int], tuple[Any]] | None = None  # of the driver, for a graph that draws nothing
@@ -62,7 +63,9 @@ class CudaGraph:
     def counts(self) -> dict[str, int]:
         if not self._has_driver or "torch_graph" not in self.__dict__:
             return {}
-        return counts(cuda.captured_graph(self.torch_graph))
+        if self._counts is None:  # to list the nodes takes milliseconds
+            self._counts = counts(cuda.captured_graph(self.torch_graph))
+        return self._counts
 
     def write_dot(self, path: str) -> None:
         if not self._has_driver:
